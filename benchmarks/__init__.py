@@ -1,0 +1,1 @@
+"""Measurements of nvfp4_pallas; not part of the installed package."""

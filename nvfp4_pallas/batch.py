@@ -1,0 +1,117 @@
+"""Which tokens belong to which sequence, and where their keys and values lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["page_table", "kv_lens", "cu_q_lens"],
+  meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class RaggedBatch:
+  """One step of a ragged batch. All values are data: other lengths or pages never retrace.
+
+  Attributes:
+    page_table: int32 [num_seqs, max_pages]; entry (s, p) holds tokens
+      p * page_size .. (p + 1) * page_size - 1 of sequence s. Entries past a sequence's last page
+      may hold anything.
+    kv_lens: int32 [num_seqs], tokens of each sequence, those of this step included; 0 is a free
+      place in the batch.
+    cu_q_lens: int32 [num_seqs + 1], ascending from 0: the tokens of this step of sequence s are
+      rows cu_q_lens[s] .. cu_q_lens[s + 1] - 1 of q, k and v. They are the newest of their
+      sequence. Rows from cu_q_lens[-1] on are padding and belong to nobody.
+  """
+
+  page_table: jax.Array
+  kv_lens: jax.Array
+  cu_q_lens: jax.Array
+
+  @property
+  def num_seqs(self) -> int:
+    return self.page_table.shape[0]
+
+  @property
+  def max_pages(self) -> int:
+    return self.page_table.shape[1]
+
+  @property
+  def q_lens(self) -> jax.Array:
+    return self.cu_q_lens[1:] - self.cu_q_lens[:-1]
+
+  @classmethod
+  def for_decode(cls, page_table: jax.Array, kv_lens: jax.Array) -> RaggedBatch:
+    """One query token a sequence: row s of q belongs to sequence s."""
+    return cls(page_table, kv_lens, jnp.arange(page_table.shape[0] + 1, dtype=jnp.int32))
+
+
+def token_places(batch: RaggedBatch, num_tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """(sequence, position in it, whether the row is real), each [num_tokens]."""
+  row = jnp.arange(num_tokens, dtype=jnp.int32)
+  after = jnp.searchsorted(batch.cu_q_lens, row, side="right").astype(jnp.int32)
+  seq = jnp.clip(after - 1, 0, max(batch.num_seqs - 1, 0))
+  newest = batch.kv_lens[seq] - batch.cu_q_lens[seq + 1]
+  return seq, newest + row, row < batch.cu_q_lens[-1]
+
+
+def slot_mapping(batch: RaggedBatch, page_size: int, num_tokens: int) -> jax.Array:
+  """int32 [num_tokens]: page * page_size + offset of each row of this step; -1 for padding.
+
+  A row whose position is negative (q_len > kv_len) or past the page table also gets -1.
+  """
+  if batch.num_seqs == 0 or batch.max_pages == 0:
+    return jnp.full((num_tokens,), -1, jnp.int32)
+  seq, position, real = token_places(batch, num_tokens)
+  index = position // page_size
+  page = batch.page_table.at[seq, index].get(mode="fill", fill_value=-1)
+  real &= (position >= 0) & (page >= 0)
+  return jnp.where(real, page * page_size + position % page_size, -1)
+
+
+def check_batch(batch: RaggedBatch, *, num_tokens: int, page_size: int) -> None:
+  """Raises ValueError where shapes, dtypes or, where they are known, values break a rule."""
+  if batch.page_table.ndim != 2:
+    raise ValueError(f"page_table must be [num_seqs, max_pages], got {batch.page_table.shape}")
+  for name, expected in (("kv_lens", batch.num_seqs), ("cu_q_lens", batch.num_seqs + 1)):
+    shape = getattr(batch, name).shape
+    if shape != (expected,):
+      raise ValueError(f"{name} must have shape ({expected},), got {shape}")
+  for name in ("page_table", "kv_lens", "cu_q_lens"):
+    dtype = getattr(batch, name).dtype
+    if dtype != jnp.int32:
+      raise ValueError(f"{name} must be int32, got {dtype}")
+  if any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(batch)):
+    return
+  check_batch_values(batch, num_tokens=num_tokens, page_size=page_size)
+
+
+def check_batch_values(batch: RaggedBatch, *, num_tokens: int, page_size: int) -> None:
+  """The value rules of RaggedBatch, on the host."""
+  kv_lens, cu_q_lens = np.asarray(batch.kv_lens), np.asarray(batch.cu_q_lens)
+  if cu_q_lens[0] != 0:
+    raise ValueError(f"cu_q_lens must start at 0, got {cu_q_lens[0]}")
+  q_lens = np.diff(cu_q_lens)
+  if (q_lens < 0).any():
+    s = int(np.argmax(q_lens < 0))
+    raise ValueError(
+      f"cu_q_lens must ascend, got {cu_q_lens[s]} then {cu_q_lens[s + 1]} at {s} and {s + 1}"
+    )
+  if cu_q_lens[-1] > num_tokens:
+    raise ValueError(f"cu_q_lens must end at most at {num_tokens} tokens, got {cu_q_lens[-1]}")
+  if (kv_lens < 0).any():
+    s = int(np.argmax(kv_lens < 0))
+    raise ValueError(f"kv_lens must not be negative, got {kv_lens[s]} at {s}")
+  room = batch.max_pages * page_size
+  if (kv_lens > room).any():
+    s = int(np.argmax(kv_lens > room))
+    raise ValueError(
+      f"page_table must be wide enough for kv_lens: {batch.max_pages} pages of {page_size} hold "
+      f"{room} tokens, kv_lens[{s}] is {kv_lens[s]}"
+    )

@@ -1,0 +1,256 @@
+"""The paged KV cache: a functional pytree over page pools of three formats.
+
+Layout `head_major`, version 1. For K and for V, `pages` of `page_size` tokens:
+
+    bf16    data        bfloat16       [num_pages, num_kv_heads, page_size, head_dim]
+    fp8     data        float8_e4m3fn  [num_pages, num_kv_heads, page_size, head_dim]
+    nvfp4   data        uint8          [num_pages, num_kv_heads, page_size, head_dim / 2]
+            block_scale float8_e4m3fn  [num_pages, num_kv_heads, page_size, head_dim / 16]
+
+One head's page is contiguous, so that a copy engine can fetch the 8-byte scale rows of a page at
+once; both K and V have their scales in this linear order, per token. The decoded value is
+`data`, `data * global_scale`, or `e2m1(code) * block_scale * global_scale`; `global_scale` is
+float32 [num_kv_heads]. K and V choose their formats independently, and head_dim may differ.
+
+Which page belongs to whom is the caller's business: a page table (batch.py) names pages, and a
+free list lives outside, on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from nvfp4_pallas import format as nvfp4
+
+KV_FORMATS = ("bf16", "fp8", "nvfp4")
+LAYOUT = "head_major"
+LAYOUT_VERSION = 1
+PAGE_SIZES = (16, 32, 64, 128, 256)
+HEAD_DIM_MIN, HEAD_DIM_MAX = 64, 256
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["data", "block_scale", "global_scale"],
+  meta_fields=["format"],
+)
+@dataclasses.dataclass(frozen=True)
+class PagePool:
+  """The pages of K or of V in one format (see the module's table).
+
+  Attributes:
+    data: values or codes, [num_pages, num_kv_heads, page_size, bytes or values of a row].
+    block_scale: nvfp4 only, else None.
+    global_scale: float32 [num_kv_heads], the decode multiplier; None for bf16.
+    format: `bf16`, `fp8` or `nvfp4` (static).
+  """
+
+  data: jax.Array
+  block_scale: jax.Array | None
+  global_scale: jax.Array | None
+  format: str
+
+  @property
+  def num_pages(self) -> int:
+    return self.data.shape[-4]
+
+  @property
+  def num_kv_heads(self) -> int:
+    return self.data.shape[-3]
+
+  @property
+  def page_size(self) -> int:
+    return self.data.shape[-2]
+
+  @property
+  def head_dim(self) -> int:
+    per_element = nvfp4.E2M1_PER_BYTE if self.format == "nvfp4" else 1
+    return self.data.shape[-1] * per_element
+
+  @property
+  def nbytes(self) -> int:
+    """Bytes of pages (data and block scales), from the arrays themselves."""
+    return sum(a.size * a.dtype.itemsize for a in (self.data, self.block_scale) if a is not None)
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["layout", "version"]
+)
+@dataclasses.dataclass(frozen=True)
+class PagedKVCache:
+  """Keys and values of one layer. A leading layer axis on every leaf is fine under vmap or scan.
+
+  Attributes:
+    k, v: the page pools; equal num_pages, num_kv_heads and page_size.
+    layout, version: what the bytes mean (static); code refuses what it does not know.
+  """
+
+  k: PagePool
+  v: PagePool
+  layout: str = LAYOUT
+  version: int = LAYOUT_VERSION
+
+  @property
+  def num_pages(self) -> int:
+    return self.k.num_pages
+
+  @property
+  def num_kv_heads(self) -> int:
+    return self.k.num_kv_heads
+
+  @property
+  def page_size(self) -> int:
+    return self.k.page_size
+
+  @property
+  def formats(self) -> tuple[str, str]:
+    return self.k.format, self.v.format
+
+  @property
+  def nbytes(self) -> int:
+    return self.k.nbytes + self.v.nbytes
+
+  @property
+  def bytes_per_token(self) -> float:
+    """Bytes of K and V one token takes in this layer, all heads, scales included."""
+    return self.nbytes / (self.num_pages * self.page_size)
+
+  @classmethod
+  def create(
+    cls,
+    *,
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    k_format: str = "nvfp4",
+    v_format: str | None = None,
+    v_head_dim: int | None = None,
+    k_global_scale: jax.Array | float = 1.0,
+    v_global_scale: jax.Array | float = 1.0,
+  ) -> PagedKVCache:
+    """An empty cache (zeros).
+
+    Args:
+      num_pages: pages in the pool, shared by all sequences.
+      page_size: tokens of a page: 16, 32, 64, 128 or 256.
+      num_kv_heads: KV heads of this layer (on this device).
+      head_dim: K's head dim, a multiple of 16 from 64 to 256.
+      k_format, v_format: `bf16`, `fp8` or `nvfp4`; V's defaults to K's.
+      v_head_dim: V's head dim; defaults to K's.
+      k_global_scale, v_global_scale: decode multipliers, a number or float32 [num_kv_heads].
+
+    Raises:
+      ValueError: an argument breaks a rule above (message: argument, rule, value).
+    """
+    v_format = k_format if v_format is None else v_format
+    v_head_dim = head_dim if v_head_dim is None else v_head_dim
+    if num_pages < 1:
+      raise ValueError(f"num_pages must be at least 1, got {num_pages}")
+    if num_kv_heads < 1:
+      raise ValueError(f"num_kv_heads must be at least 1, got {num_kv_heads}")
+    check_page_size(page_size)
+    check_head_dim("head_dim", head_dim)
+    check_head_dim("v_head_dim", v_head_dim)
+    shape = (num_pages, num_kv_heads, page_size)
+    return cls(
+      k=_empty_pool("k", k_format, shape, head_dim, k_global_scale),
+      v=_empty_pool("v", v_format, shape, v_head_dim, v_global_scale),
+    )
+
+
+def _empty_pool(name, format, shape, head_dim, global_scale) -> PagePool:
+  if format not in KV_FORMATS:
+    raise ValueError(f"{name}_format must be one of {KV_FORMATS}, got {format!r}")
+  nvfp4.check_global_scale(global_scale, shape[1:2], f"{name}_global_scale")
+  scale = jnp.broadcast_to(jnp.asarray(global_scale, jnp.float32), shape[1:2])
+  if format == "bf16":
+    if not isinstance(global_scale, (int, float)) or global_scale != 1:
+      raise ValueError(f"{name}_global_scale must be 1 for a bf16 cache, got {global_scale}")
+    return PagePool(jnp.zeros((*shape, head_dim), jnp.bfloat16), None, None, format)
+  if format == "fp8":
+    return PagePool(jnp.zeros((*shape, head_dim), jnp.float8_e4m3fn), None, scale, format)
+  return PagePool(
+    data=jnp.zeros((*shape, head_dim // nvfp4.E2M1_PER_BYTE), jnp.uint8),
+    block_scale=jnp.zeros((*shape, head_dim // nvfp4.SCALE_BLOCK), jnp.float8_e4m3fn),
+    global_scale=scale,
+    format=format,
+  )
+
+
+def encode_rows(pool: PagePool, x: jax.Array) -> tuple[jax.Array, ...]:
+  """New rows [tokens, num_kv_heads, head_dim] in the pool's format: (data,) or (data, scales).
+
+  bf16: rounded to nearest. fp8: e4m3 of fl(x / global_scale), nearest, saturating at 448; a
+  non-finite value becomes E4M3 NaN. nvfp4: format.encode with the pool's global scale.
+  """
+  if pool.format == "bf16":
+    return (x.astype(jnp.bfloat16),)
+  if pool.format == "fp8":
+    scaled = nvfp4.divide(x.astype(jnp.float32), pool.global_scale[None, :, None])
+    rounded = jnp.clip(scaled, -nvfp4.E4M3_MAX, nvfp4.E4M3_MAX)
+    return (jnp.where(jnp.isfinite(scaled), rounded, jnp.nan).astype(jnp.float8_e4m3fn),)
+  packed = nvfp4.encode(x, jnp.broadcast_to(pool.global_scale, x.shape[:-1]))
+  return packed.codes, packed.block_scale
+
+
+def decode_rows(pool: PagePool, rows: tuple[jax.Array, ...]) -> jax.Array:
+  """The inverse without the global scale, exact in bfloat16: float32 [..., head_dim]."""
+  if pool.format == "nvfp4":
+    return nvfp4.decode_unscaled(*rows)
+  return rows[0].astype(jnp.float32)
+
+
+def pool_arrays(pool: PagePool) -> tuple[jax.Array, ...]:
+  """The page arrays, in the order that encode_rows and decode_rows use."""
+  return (pool.data,) if pool.block_scale is None else (pool.data, pool.block_scale)
+
+
+def with_arrays(pool: PagePool, arrays: tuple[jax.Array, ...]) -> PagePool:
+  scale = arrays[1] if len(arrays) == 2 else None
+  return dataclasses.replace(pool, data=arrays[0], block_scale=scale)
+
+
+def copy_pages(cache: PagedKVCache, source: jax.Array, target: jax.Array) -> PagedKVCache:
+  """Copies whole pages, bytes as they are (fork, copy on write).
+
+  Equivalent to: for i: every array a of the cache: a[target[i]] = a_before[source[i]].
+
+  Args:
+    cache: donated under jit; every page not named by `target` is returned bit-identical.
+    source, target: int32 [n], pages. A pair with either page outside [0, num_pages) is skipped.
+      A page that stands twice in `target` gets one of its sources, which one is not promised.
+  """
+  for name, ids in (("source", source), ("target", target)):
+    if ids.ndim != 1 or ids.dtype != jnp.int32:
+      raise ValueError(f"{name} must be int32 [n], got {ids.dtype} {ids.shape}")
+  if source.shape != target.shape:
+    raise ValueError(f"source and target must be equally long, got {source.shape=} {target.shape=}")
+  known = (source >= 0) & (source < cache.num_pages) & (target >= 0)
+  where = jnp.where(known, target, cache.num_pages)  # past the end: dropped
+
+  def copy(a):
+    return a.at[where].set(a.at[source].get(mode="clip"), mode="drop")
+
+  return jax.tree.map(
+    lambda pool: with_arrays(pool, tuple(copy(a) for a in pool_arrays(pool))),
+    cache,
+    is_leaf=lambda node: isinstance(node, PagePool),
+  )
+
+
+def check_page_size(page_size: int) -> None:
+  if page_size not in PAGE_SIZES:
+    raise ValueError(f"page_size must be one of {PAGE_SIZES}, got {page_size}")
+
+
+def check_head_dim(name: str, head_dim: int) -> None:
+  if head_dim % nvfp4.SCALE_BLOCK or not HEAD_DIM_MIN <= head_dim <= HEAD_DIM_MAX:
+    raise ValueError(
+      f"{name} must be a multiple of {nvfp4.SCALE_BLOCK} from {HEAD_DIM_MIN} to {HEAD_DIM_MAX}, "
+      f"got {head_dim}"
+    )

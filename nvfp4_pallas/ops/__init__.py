@@ -1,0 +1,1 @@
+"""The operations: argument checks, the jnp definition, and the table of who can run it."""

@@ -1,0 +1,109 @@
+"""append: quantise new keys and values and write them to their pages, in place when donated."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from nvfp4_pallas.batch import RaggedBatch, check_batch, slot_mapping as batch_slots
+from nvfp4_pallas.cache import PagedKVCache, PagePool, encode_rows, pool_arrays, with_arrays
+from nvfp4_pallas.dispatch import Entry, Resolved, resolve
+from nvfp4_pallas.ops.checks import check_cache, check_kv
+
+
+@dataclasses.dataclass(frozen=True)
+class AppendRequest:
+  """What an implementation must know to say whether it can run."""
+
+  formats: tuple[str, str]
+  head_dims: tuple[int, int]
+  num_kv_heads: int
+  page_size: int
+  num_tokens: int
+  dtypes: tuple[str, str]
+
+
+def append(
+  cache: PagedKVCache,
+  k: jax.Array,
+  v: jax.Array,
+  batch: RaggedBatch | None = None,
+  *,
+  slot_mapping: jax.Array | None = None,
+  implementation: str | None = None,
+) -> PagedKVCache:
+  """Writes new K and V rows to their pages, in the formats of the cache.
+
+  Equivalent to, for each row t with slot s >= 0 inside the pool:
+      cache[s // page_size, :, s % page_size] = encode(k[t], v[t])
+  with the rounding of `format.encode` (nvfp4), saturating E4M3 of x / global_scale (fp8), or
+  round to nearest (bf16).
+
+  Args:
+    cache: donate it under jit, then no copy of it is made. Bytes that no slot names are returned
+      bit-identical.
+    k: bfloat16, float16 or float32 [tokens, num_kv_heads, head_dim], rotary embedding applied.
+    v: the same with V's head dim.
+    batch: rows are the newest tokens of its sequences; kv_lens must already count them.
+    slot_mapping: instead of `batch`: int32 [tokens], slot = page * page_size + offset. A row
+      whose slot is negative or past the pool is skipped. Of two rows with one slot either may win.
+    implementation: who runs it; None lets `dispatch.resolve` choose.
+
+  Returns:
+    The cache with the rows written.
+
+  Raises:
+    ValueError: an argument contradicts the cache or breaks a rule; raised before any write.
+    NotImplementedError: the named implementation cannot run (message: why).
+
+  Source: the slot semantics of FlashInfer's and vLLM's append with slot_mapping.
+  """
+  check_cache(cache)
+  check_kv(k, v, cache)
+  if (batch is None) == (slot_mapping is None):
+    raise ValueError("exactly one of batch and slot_mapping must be given")
+  if batch is not None:
+    check_batch(batch, num_tokens=k.shape[0], page_size=cache.page_size)
+    slot_mapping = batch_slots(batch, cache.page_size, k.shape[0])
+  if slot_mapping.shape != k.shape[:1] or slot_mapping.dtype != jnp.int32:
+    raise ValueError(
+      f"slot_mapping must be int32 [{k.shape[0]}], got {slot_mapping.dtype} {slot_mapping.shape}"
+    )
+  return resolve_append(append_request(cache, k, v), implementation).function(
+    cache, k, v, slot_mapping
+  )
+
+
+def append_request(cache: PagedKVCache, k: jax.Array, v: jax.Array) -> AppendRequest:
+  return AppendRequest(
+    formats=cache.formats,
+    head_dims=(cache.k.head_dim, cache.v.head_dim),
+    num_kv_heads=cache.num_kv_heads,
+    page_size=cache.page_size,
+    num_tokens=k.shape[0],
+    dtypes=(str(k.dtype), str(v.dtype)),
+  )
+
+
+def resolve_append(request: AppendRequest, implementation: str | None = None) -> Resolved:
+  return resolve(_APPEND, request, implementation)
+
+
+def _append_xla(cache: PagedKVCache, k, v, slots) -> PagedKVCache:
+  num_slots = cache.num_pages * cache.page_size
+  inside = (slots >= 0) & (slots < num_slots)
+  page = jnp.where(inside, slots // cache.page_size, cache.num_pages)  # past the end: dropped
+  offset = slots % cache.page_size
+
+  def write(pool: PagePool, x) -> PagePool:
+    arrays = zip(pool_arrays(pool), encode_rows(pool, x), strict=True)
+    return with_arrays(
+      pool, tuple(a.at[page, :, offset].set(rows, mode="drop") for a, rows in arrays)
+    )
+
+  return dataclasses.replace(cache, k=write(cache.k, k), v=write(cache.v, v))
+
+
+_APPEND = {"xla": Entry(lambda: _append_xla)}

@@ -1,0 +1,111 @@
+"""decode: one query token a sequence over its cached keys, split over the keys where that helps."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from nvfp4_pallas import attention
+from nvfp4_pallas.batch import RaggedBatch
+from nvfp4_pallas.cache import PagedKVCache
+from nvfp4_pallas.dispatch import Entry, Resolved, resolve
+from nvfp4_pallas.ops.checks import check_attention
+from nvfp4_pallas.ops.merge import merge_splits
+from nvfp4_pallas.ops.request import AttentionRequest, attention_request, default_sm_scale
+from nvfp4_pallas.read_paths import AttentionSpec, round_q
+
+
+def decode(
+  q: jax.Array,
+  cache: PagedKVCache,
+  batch: RaggedBatch,
+  *,
+  read_path: str,
+  implementation: str | None = None,
+  sm_scale: float | None = None,
+  window: int | None = None,
+  soft_cap: float | None = None,
+  sinks: jax.Array | None = None,
+  q_levels: int = 2,
+  num_splits: int | None = None,
+  batch_invariant: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+  """out_s = sum_j softmax_j(sm_scale * q'_s . k'_j) v_j over the kv_len keys of sequence s.
+
+  The same contract as `prefill` with one query token a sequence, the newest: row s of q belongs to
+  sequence s. A sequence with kv_len 0 is a free place: out 0, lse -inf.
+
+  Args:
+    q: bfloat16, float16 or float32 [num_seqs, num_q_heads, head_dim].
+    cache, batch, read_path, implementation, sm_scale, window, soft_cap, sinks, q_levels: as in
+      `prefill`. batch.cu_q_lens must be 0, 1, ..., num_seqs (RaggedBatch.for_decode).
+    num_splits: parts into which the keys of a sequence are cut, each attended to on its own and
+      joined by lse; None leaves it to the implementation. Counts agree to rounding.
+    batch_invariant: cut by the sequence alone, so that its result is bit for bit the same in any
+      batch.
+
+  Returns:
+    out [num_seqs, num_q_heads, v_head_dim] in q's dtype, lse float32 [num_seqs, num_q_heads].
+
+  Raises:
+    ValueError: an argument breaks a rule (message: argument, rule, value).
+    NotImplementedError: the named implementation cannot run (message: why).
+
+  Source: split-KV after FlashDecoding (arXiv:2311.01282).
+  """
+  sm_scale = default_sm_scale(q) if sm_scale is None else sm_scale
+  # One newest token sees all keys: causal or not is the same.
+  spec = AttentionSpec(read_path, True, sm_scale, window, soft_cap, q_levels)
+  check_attention(q, cache, batch, spec, sinks)
+  _check_one_token_each(q, batch)
+  if num_splits is not None and num_splits < 1:
+    raise ValueError(f"num_splits must be at least 1, got {num_splits}")
+  request = attention_request(q, cache, spec)
+  resolved = resolve_decode(request, implementation)
+  out, lse = resolved.function(q, cache, batch, spec, num_splits, batch_invariant)
+  out, lse = attention.add_sinks((out, lse), sinks)
+  return out.astype(q.dtype), lse
+
+
+def resolve_decode(request: AttentionRequest, implementation: str | None = None) -> Resolved:
+  return resolve(_DECODE, request, implementation)
+
+
+def _check_one_token_each(q, batch: RaggedBatch) -> None:
+  if q.shape[0] != batch.num_seqs:
+    raise ValueError(
+      f"q must have one row for each of {batch.num_seqs} sequences, got {q.shape[0]}"
+    )
+  if isinstance(batch.cu_q_lens, jax.core.Tracer):
+    return
+  one_each = jnp.arange(batch.num_seqs + 1, dtype=jnp.int32)
+  if not bool(jnp.all(batch.cu_q_lens == one_each)):
+    raise ValueError(f"cu_q_lens must be 0..{batch.num_seqs} for decode, got {batch.cu_q_lens}")
+
+
+def _decode_xla(q, cache, batch, spec, num_splits, batch_invariant):
+  """Splits in whole key tiles, by each sequence's own length: always batch invariant."""
+  del batch_invariant
+  num_splits = 1 if num_splits is None else num_splits
+  a8q = spec.read_path == "nvfp4_a8q"
+  scales = attention.k_e4m3_scales(cache, batch.page_table, batch.kv_lens) if a8q else None
+
+  def of_sequence(q_row, page_row, kv_len, k_e4m3_scale):
+    keys = attention.cached_keys(cache, page_row, kv_len, k_e4m3_scale)
+    position = kv_len - 1
+    begin, end = attention.visible_tiles(keys, position, position, spec)
+    step = (end - begin + num_splits - 1) // num_splits
+
+    def of_split(split):
+      first = jnp.minimum(begin + split * step, end)
+      tiles = first, jnp.minimum(first + step, end)
+      return attention.attend(q_row[None], position[None], keys, spec, tiles)
+
+    out, lse = jax.vmap(of_split)(jnp.arange(num_splits, dtype=jnp.int32))
+    return merge_splits(out[:, 0], lse[:, 0])
+
+  q = round_q(q, spec)
+  return jax.vmap(of_sequence)(q, batch.page_table, batch.kv_lens, scales)
+
+
+_DECODE = {"xla": Entry(lambda: _decode_xla)}

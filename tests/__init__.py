@@ -1,0 +1,1 @@
+"""Tests of nvfp4_pallas: `python3 -m tests`."""
