@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nvfp4_pallas.cache import PagedKVCache, PagePool, decode_rows, pool_arrays
+from nvfp4_pallas.cache import PagedKVCache, PagePool, decode_rows, pool_arrays, take
 from nvfp4_pallas.read_paths import AttentionSpec, k_scale_for_e4m3, round_e4m3_signed
 
 KEYS_PER_TILE = 512
@@ -166,7 +166,7 @@ def cached_keys(
 
 def _read(pool: PagePool, page_ids: jax.Array) -> jax.Array:
   """Decoded pages as float32 [len(page_ids) * page_size, heads, head_dim]."""
-  rows = tuple(a.at[page_ids].get(mode="clip") for a in pool_arrays(pool))
+  rows = tuple(take(a, (page_ids,), mode="clip") for a in pool_arrays(pool))
   values = decode_rows(pool, rows)  # [pages, heads, page_size, head_dim]
   return jnp.swapaxes(values, 1, 2).reshape(-1, pool.num_kv_heads, pool.head_dim)
 
@@ -206,7 +206,7 @@ def k_e4m3_scales(cache: PagedKVCache, page_table: jax.Array, counts: jax.Array)
 
   def of_sequence(arguments):
     page_row, count = arguments
-    scales = cache.k.block_scale.at[page_row].get(mode="clip").astype(jnp.float32)
+    scales = take(cache.k.block_scale, (page_row,), mode="clip").astype(jnp.float32)
     position = jnp.arange(page_row.shape[0] * cache.page_size, dtype=jnp.int32)
     used = (position < count).reshape(page_row.shape[0], 1, cache.page_size, 1)
     known = used & jnp.isfinite(scales)  # a NaN block makes its row NaN whatever the scale

@@ -75,8 +75,13 @@ def slot_mapping(batch: RaggedBatch, page_size: int, num_tokens: int) -> jax.Arr
   return jnp.where(real, page * page_size + position % page_size, -1)
 
 
-def check_batch(batch: RaggedBatch, *, num_tokens: int, page_size: int) -> None:
-  """Raises ValueError where shapes, dtypes or, where they are known, values break a rule."""
+def check_batch(
+  batch: RaggedBatch, *, num_tokens: int, page_size: int, appends: bool = False
+) -> None:
+  """Raises ValueError where shapes, dtypes or, where they are known, values break a rule.
+
+  With `appends`, kv_lens must count the step's new rows; attention allows more queries than keys.
+  """
   if batch.page_table.ndim != 2:
     raise ValueError(f"page_table must be [num_seqs, max_pages], got {batch.page_table.shape}")
   for name, expected in (("kv_lens", batch.num_seqs), ("cu_q_lens", batch.num_seqs + 1)):
@@ -89,11 +94,10 @@ def check_batch(batch: RaggedBatch, *, num_tokens: int, page_size: int) -> None:
       raise ValueError(f"{name} must be int32, got {dtype}")
   if any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(batch)):
     return
-  check_batch_values(batch, num_tokens=num_tokens, page_size=page_size)
+  _check_values(batch, num_tokens, page_size, appends)
 
 
-def check_batch_values(batch: RaggedBatch, *, num_tokens: int, page_size: int) -> None:
-  """The value rules of RaggedBatch, on the host."""
+def _check_values(batch: RaggedBatch, num_tokens: int, page_size: int, appends: bool) -> None:
   kv_lens, cu_q_lens = np.asarray(batch.kv_lens), np.asarray(batch.cu_q_lens)
   if cu_q_lens[0] != 0:
     raise ValueError(f"cu_q_lens must start at 0, got {cu_q_lens[0]}")
@@ -108,6 +112,12 @@ def check_batch_values(batch: RaggedBatch, *, num_tokens: int, page_size: int) -
   if (kv_lens < 0).any():
     s = int(np.argmax(kv_lens < 0))
     raise ValueError(f"kv_lens must not be negative, got {kv_lens[s]} at {s}")
+  if appends and (q_lens > kv_lens).any():
+    s = int(np.argmax(q_lens > kv_lens))
+    raise ValueError(
+      "kv_lens must count this step's tokens, "
+      f"kv_lens[{s}] is {kv_lens[s]} for {q_lens[s]} new rows"
+    )
   room = batch.max_pages * page_size
   if (kv_lens > room).any():
     s = int(np.argmax(kv_lens > room))

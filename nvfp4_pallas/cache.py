@@ -23,6 +23,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from nvfp4_pallas import format as nvfp4
 
@@ -215,6 +216,29 @@ def with_arrays(pool: PagePool, arrays: tuple[jax.Array, ...]) -> PagePool:
   return dataclasses.replace(pool, data=arrays[0], block_scale=scale)
 
 
+def take(array: jax.Array, index: tuple, **mode) -> jax.Array:
+  """array.at[index].get(**mode). 8-bit floats move as bytes: XLA on a CPU would widen the whole
+  array to float16 first."""
+  return _from_bytes(_as_bytes(array).at[index].get(**mode), array.dtype)
+
+
+def put(array: jax.Array, index: tuple, rows: jax.Array) -> jax.Array:
+  """array.at[index].set(rows), rows past the end dropped; 8-bit floats move as bytes.
+
+  On a GPU that is in place when the array is donated; XLA on a CPU reinterprets 8-bit floats by
+  writing them anew, so there an append passes over the E4M3 arrays of the pool once.
+  """
+  return _from_bytes(_as_bytes(array).at[index].set(_as_bytes(rows), mode="drop"), array.dtype)
+
+
+def _as_bytes(a):
+  return lax.bitcast_convert_type(a, jnp.uint8) if a.dtype == jnp.float8_e4m3fn else a
+
+
+def _from_bytes(a, dtype):
+  return lax.bitcast_convert_type(a, dtype) if dtype == jnp.float8_e4m3fn else a
+
+
 def copy_pages(cache: PagedKVCache, source: jax.Array, target: jax.Array) -> PagedKVCache:
   """Copies whole pages, bytes as they are (fork, copy on write).
 
@@ -234,7 +258,7 @@ def copy_pages(cache: PagedKVCache, source: jax.Array, target: jax.Array) -> Pag
   where = jnp.where(known, target, cache.num_pages)  # past the end: dropped
 
   def copy(a):
-    return a.at[where].set(a.at[source].get(mode="clip"), mode="drop")
+    return put(a, (where,), take(a, (source,), mode="clip"))
 
   return jax.tree.map(
     lambda pool: with_arrays(pool, tuple(copy(a) for a in pool_arrays(pool))),

@@ -1,4 +1,4 @@
-"""The NVFP4 number format: codes, rounding, scales. Every implementation is judged against this file.
+"""The NVFP4 number format: codes, rounding, scales. What every implementation is judged by.
 
     x  ~=  e2m1(code) * block_scale * global_scale
 

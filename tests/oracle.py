@@ -16,7 +16,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
 E4M3 = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 E4M3_ALL = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 F32_UNIT = 2.0**-24  # unit roundoff of float32
-BF16_UNIT = 2.0**-9  # unit roundoff of bfloat16
+BF16_UNIT = 2.0**-8  # unit roundoff of bfloat16
 
 
 def nearest_even(values: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -132,9 +132,9 @@ class Attention:
       |out - exact| <= (2 delta + (n + 16) u + p_unit) sum_j p_j |v_j|        p_unit: see below
       |lse - exact| <= delta + (n + 16) u + 4 u |lse|
 
-  An implementation that rounds its weights to bfloat16 before the PV product adds p_unit = 2^-9
-  for the weights and 2^-9 because their float32 sum no longer belongs to them: `bound(bf16=True)`.
-  Results stored in bfloat16 add 2^-9 |out|.
+  An implementation that rounds its weights to bfloat16 before the PV product adds p_unit = 2^-8
+  for the weights and 2^-8 because their float32 sum no longer belongs to them: `bound(bf16=True)`.
+  Results stored in bfloat16 add 2^-8 |out|.
   """
 
   out: np.ndarray
@@ -214,7 +214,7 @@ def attention(
 
 def _row(result, place, q, k, v, scale, soft_cap, sink):
   score = (q * k).sum(axis=1) * scale
-  size = (np.abs(q) * np.abs(k)).sum(axis=1) * scale
+  size = (np.abs(q) * np.abs(k)).sum(axis=1) * abs(scale)
   capped = score if soft_cap is None else soft_cap * np.tanh(score / soft_cap)
   top = max(capped.max(), -np.inf if sink is None else sink)
   weight = np.exp(capped - top)

@@ -7,8 +7,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from nvfp4_pallas.batch import RaggedBatch, check_batch, slot_mapping as batch_slots
-from nvfp4_pallas.cache import PagedKVCache, PagePool, encode_rows, pool_arrays, with_arrays
+from nvfp4_pallas.batch import RaggedBatch, check_batch
+from nvfp4_pallas.batch import slot_mapping as batch_slots
+from nvfp4_pallas.cache import PagedKVCache, PagePool, encode_rows, pool_arrays, put, with_arrays
 from nvfp4_pallas.dispatch import Entry, Resolved, resolve
 from nvfp4_pallas.ops.checks import check_cache, check_kv
 
@@ -65,7 +66,7 @@ def append(
   if (batch is None) == (slot_mapping is None):
     raise ValueError("exactly one of batch and slot_mapping must be given")
   if batch is not None:
-    check_batch(batch, num_tokens=k.shape[0], page_size=cache.page_size)
+    check_batch(batch, num_tokens=k.shape[0], page_size=cache.page_size, appends=True)
     slot_mapping = batch_slots(batch, cache.page_size, k.shape[0])
   if slot_mapping.shape != k.shape[:1] or slot_mapping.dtype != jnp.int32:
     raise ValueError(
@@ -98,10 +99,12 @@ def _append_xla(cache: PagedKVCache, k, v, slots) -> PagedKVCache:
   offset = slots % cache.page_size
 
   def write(pool: PagePool, x) -> PagePool:
-    arrays = zip(pool_arrays(pool), encode_rows(pool, x), strict=True)
-    return with_arrays(
-      pool, tuple(a.at[page, :, offset].set(rows, mode="drop") for a, rows in arrays)
+    rows = encode_rows(pool, x)
+    written = (
+      put(a, (page, slice(None), offset), r)
+      for a, r in zip(pool_arrays(pool), rows, strict=True)
     )
+    return with_arrays(pool, tuple(written))
 
   return dataclasses.replace(cache, k=write(cache.k, k), v=write(cache.v, v))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nvfp4_pallas import attention
 from nvfp4_pallas.batch import RaggedBatch
@@ -56,8 +57,8 @@ def decode(
   sm_scale = default_sm_scale(q) if sm_scale is None else sm_scale
   # One newest token sees all keys: causal or not is the same.
   spec = AttentionSpec(read_path, True, sm_scale, window, soft_cap, q_levels)
-  check_attention(q, cache, batch, spec, sinks)
   _check_one_token_each(q, batch)
+  check_attention(q, cache, batch, spec, sinks)
   if num_splits is not None and num_splits < 1:
     raise ValueError(f"num_splits must be at least 1, got {num_splits}")
   request = attention_request(q, cache, spec)
@@ -78,8 +79,7 @@ def _check_one_token_each(q, batch: RaggedBatch) -> None:
     )
   if isinstance(batch.cu_q_lens, jax.core.Tracer):
     return
-  one_each = jnp.arange(batch.num_seqs + 1, dtype=jnp.int32)
-  if not bool(jnp.all(batch.cu_q_lens == one_each)):
+  if not np.array_equal(batch.cu_q_lens, np.arange(batch.num_seqs + 1)):
     raise ValueError(f"cu_q_lens must be 0..{batch.num_seqs} for decode, got {batch.cu_q_lens}")
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from nvfp4_pallas import format as nvfp4
-from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
+from nvfp4_pallas.dispatch import Entry, Resolved, resolve
 from nvfp4_pallas.format import NvFp4Array
 
 

@@ -1,0 +1,164 @@
+"""Who runs what: named choices, reasons, refusals; and the package's import direction."""
+
+import ast
+import pathlib
+
+import jax.numpy as jnp
+from absl.testing import absltest, parameterized
+
+import nvfp4_pallas as nv
+from nvfp4_pallas import dispatch
+from nvfp4_pallas.dispatch import Entry, Target
+from tests import cases
+from tests.base import TestCase
+
+PACKAGE = pathlib.Path(nv.__file__).parent
+
+
+def table():
+  return {
+    "xla": Entry(lambda: "definition"),
+    "mosaic_sm90": Entry(
+      lambda: "kernel", lambda request: None if request == "even" else f"{request} is odd"
+    ),
+  }
+
+
+class ResolveTest(TestCase):
+  def test_the_device_s_own_kernel_first(self):
+    with dispatch.use_target(Target("sm_90")):
+      chosen = dispatch.resolve(table(), "even", None)
+    self.assertEqual((chosen.implementation, chosen.function), ("mosaic_sm90", "kernel"))
+    self.assertIn("sm_90", chosen.reason)
+
+  def test_says_why_the_definition_runs(self):
+    with dispatch.use_target(Target("sm_90")):
+      chosen = dispatch.resolve(table(), "seven", None)
+    self.assertEqual(chosen.implementation, "xla")
+    self.assertIn("not mosaic_sm90: seven is odd", chosen.reason)
+    chosen = dispatch.resolve(table(), "even", None)
+    self.assertIn("not mosaic_sm90: it needs sm_90, the device is cpu", chosen.reason)
+
+  def test_a_named_one_runs_or_raises(self):
+    self.assertEqual(dispatch.resolve(table(), "even", "xla").function, "definition")
+    with self.assertRaisesRegex(NotImplementedError, "it needs sm_90, the device is cpu"):
+      dispatch.resolve(table(), "even", "mosaic_sm90")
+    with dispatch.use_target(Target("sm_90")):
+      with self.assertRaisesRegex(NotImplementedError, "'mosaic_sm90' cannot run: nine is odd"):
+        dispatch.resolve(table(), "nine", "mosaic_sm90")
+      with self.assertRaisesRegex(NotImplementedError, "no such kernel"):
+        dispatch.resolve(table(), "even", "triton_sm120")
+    with self.assertRaisesRegex(ValueError, "implementation must be one of .* got 'cuda'"):
+      dispatch.resolve(table(), "even", "cuda")
+
+  def test_target_ends_with_its_block(self):
+    with dispatch.use_target(Target("sm_100")):
+      self.assertEqual(dispatch.current_target().architecture, "sm_100")
+    self.assertEqual(dispatch.current_target().architecture, "cpu")
+
+
+class AttentionArgumentsTest(TestCase):
+  """Bad input of prefill and decode: ValueError naming argument, rule and value."""
+
+  def setUp(self):
+    super().setUp()
+    self.built = cases.build(cases.Case("two", q_lens=(1, 1), kv_lens=(20, 3)), padding_rows=0)
+
+  @parameterized.named_parameters(
+    ("read_path", {"read_path": "fp4"}, "read_path must be one of .* got 'fp4'"),
+    ("other_cache", {"read_path": "bf16"}, "'bf16' needs a cache with K and V in bf16, got K nvfp4"),
+    ("fp8_cache", {"read_path": "fp8"}, "'fp8' needs a cache with fp8 in K or V .* got K nvfp4"),
+    ("q_dim", {"q": jnp.zeros((2, 8, 32))}, r"q must be .* 64\], got \(2, 8, 32\)"),
+    ("q_rank", {"q": jnp.zeros((2, 64))}, r"q must be .* got \(2, 64\)"),
+    ("q_dtype", {"q": jnp.zeros((2, 8, 64), jnp.int32)}, "q must be bfloat16.* got int32"),
+    ("ratio", {"q": jnp.zeros((2, 7, 64))}, "num_q_heads must be a multiple .* 2, got 7"),
+    ("no_heads", {"q": jnp.zeros((2, 0, 64))}, "num_q_heads must be a multiple .* 2, got 0"),
+    ("window", {"window": 0}, "window must be at least 1, got 0"),
+    ("soft_cap", {"soft_cap": -1.0}, "soft_cap must be positive, got -1.0"),
+    ("sm_scale", {"sm_scale": float("nan")}, "sm_scale must be finite, got nan"),
+    ("q_levels", {"q_levels": 3}, "q_levels must be one of .* got 3"),
+    ("sinks", {"sinks": jnp.zeros((2,))}, r"sinks must be a float array of shape \(8,\)"),
+    ("who", {"implementation": "gpu"}, "implementation must be one of .* got 'gpu'"),
+  )
+  def test_error_names_argument_rule_and_value(self, changes, message):
+    for operation in (nv.prefill, nv.decode):
+      arguments = {
+        "q": self.built.q,
+        "cache": self.built.cache,
+        "batch": self.built.batch,
+        "read_path": "nvfp4_dequant",
+      } | changes
+      with self.assertRaisesRegex(ValueError, message):
+        operation(**arguments)
+
+  def test_decode_wants_one_token_each(self):
+    arguments = {"cache": self.built.cache, "read_path": "nvfp4_dequant"}
+    batch = self.built.batch
+    with self.assertRaisesRegex(ValueError, "q must have a row for each of 2 sequences, got 1"):
+      nv.decode(self.built.q[:1], batch=batch, **arguments)
+    uneven = nv.RaggedBatch(batch.page_table, batch.kv_lens, jnp.asarray([0, 2, 2], jnp.int32))
+    with self.assertRaisesRegex(ValueError, r"cu_q_lens must be 0..2 for decode"):
+      nv.decode(self.built.q, batch=uneven, **arguments)
+    with self.assertRaisesRegex(ValueError, "num_splits must be at least 1, got 0"):
+      nv.decode(self.built.q, batch=batch, num_splits=0, **arguments)
+
+  def test_new_kv(self):
+    arguments = {"cache": self.built.cache, "batch": self.built.batch, "read_path": "nvfp4_dequant"}
+    with self.assertRaisesRegex(ValueError, r"new_kv's k must be \[tokens, 2, 64\]"):
+      nv.prefill(self.built.q, new_kv=(jnp.zeros((2, 1, 64)),) * 2, **arguments)
+    with self.assertRaisesRegex(ValueError, "new_kv must have q's 2 tokens, got 3"):
+      nv.prefill(self.built.q, new_kv=(jnp.zeros((3, 2, 64)),) * 2, **arguments)
+
+  def test_an_implementation_that_lacks_a_path_says_why(self):
+    for operation in (nv.prefill, nv.decode):
+      for path in ("nvfp4_dequant", "nvfp4_a4q", "nvfp4_a8q"):
+        with self.assertRaisesRegex(NotImplementedError, "'mosaic_sm90' cannot run: it needs sm_90"):
+          operation(
+            self.built.q,
+            self.built.cache,
+            self.built.batch,
+            read_path=path,
+            implementation="mosaic_sm90",
+          )
+
+
+class ImportDirectionTest(TestCase):
+  """format -> cache, batch -> read_paths, attention -> ops -> kernels; benchmarks on top."""
+
+  def imports(self, path):
+    for node in ast.walk(ast.parse(path.read_text())):
+      if isinstance(node, ast.ImportFrom) and node.module:
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+      elif isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+
+  def assert_never(self, paths, forbidden):
+    for path in paths:
+      for name in self.imports(path):
+        for bad in forbidden:
+          self.assertFalse(name == bad or name.startswith(bad + "."), f"{path.name} imports {name}")
+
+  def test_kernels_do_not_import_ops(self):
+    self.assert_never((PACKAGE / "kernels").glob("*.py"), ["nvfp4_pallas.ops"])
+
+  def test_lower_layers_do_not_import_higher_ones(self):
+    higher = ["nvfp4_pallas.ops", "nvfp4_pallas.kernels"]
+    lower = [p for p in PACKAGE.glob("*.py") if p.name != "__init__.py"]
+    self.assert_never(lower, higher)
+    self.assert_never([PACKAGE / "format.py"], ["nvfp4_pallas"])
+    self.assert_never([PACKAGE / "dispatch.py"], ["nvfp4_pallas"])
+
+  def test_the_package_imports_neither_benchmarks_nor_tests(self):
+    self.assert_never(PACKAGE.rglob("*.py"), ["benchmarks", "tests"])
+
+  def test_jax_triton_is_imported_lazily(self):
+    for path in PACKAGE.rglob("*.py"):
+      for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+          names = [getattr(node, "module", None), *(a.name for a in node.names)]
+          self.assertNotIn("jax_triton", names, path.name)
+
+
+if __name__ == "__main__":
+  absltest.main()
