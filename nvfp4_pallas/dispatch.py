@@ -64,11 +64,11 @@ class Entry:
   """One implementation of an operation.
 
   Attributes:
-    load: imports and returns the function; called only when it is chosen.
+    function: the operation; it imports its kernel when it is called, not before.
     unsupported: takes the request, returns why it cannot run, or None when it can.
   """
 
-  load: Callable[[], Callable[..., Any]]
+  function: Callable[..., Any]
   unsupported: Callable[[Any], str | None] = lambda request: None
 
 
@@ -101,13 +101,13 @@ def resolve(table: Mapping[str, Entry], request: Any, implementation: str | None
     why_not = _why_not(table, request, implementation, target)
     if why_not:
       raise NotImplementedError(f"implementation {implementation!r} cannot run: {why_not}")
-    return Resolved(implementation, table[implementation].load(), "asked for by name")
+    return Resolved(implementation, table[implementation].function, "asked for by name")
   refused = []
   for name in IMPLEMENTATIONS:
     why_not = _why_not(table, request, name, target)
     if why_not is None:
       because = "; ".join(refused) or f"the device is {target.architecture}"
-      return Resolved(name, table[name].load(), because)
+      return Resolved(name, table[name].function, because)
     refused.append(f"not {name}: {why_not}")
   raise NotImplementedError("no implementation can run: " + "; ".join(refused))
 

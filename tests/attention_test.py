@@ -272,10 +272,10 @@ class MergeStatesTest(TestCase):
     np.testing.assert_allclose(equal[1], 500 + np.log(2), rtol=1e-7)
 
   @parameterized.parameters(
-    (lambda o, l: ((o, l), (o[:1], l[:1])), "equal shape and dtype"),
-    (lambda o, l: ((o, l), (o.astype(jnp.bfloat16), l)), "equal shape and dtype"),
-    (lambda o, l: ((o, l[:1]), (o, l)), r"first's lse must be float32 \(2,\), got float32 \(1,\)"),
-    (lambda o, l: ((o, l), (o, l.astype(jnp.bfloat16))), "second's lse must be float32"),
+    (lambda o, s: ((o, s), (o[:1], s[:1])), "equal shape and dtype"),
+    (lambda o, s: ((o, s), (o.astype(jnp.bfloat16), s)), "equal shape and dtype"),
+    (lambda o, s: ((o, s[:1]), (o, s)), r"first's lse must be float32 \(2,\), got float32 \(1,\)"),
+    (lambda o, s: ((o, s), (o, s.astype(jnp.bfloat16))), "second's lse must be float32"),
   )
   def test_errors(self, make, message):
     with self.assertRaisesRegex(ValueError, message):

@@ -219,9 +219,7 @@ class EncodeRowsTest(TestCase):
       packed = nvfp4.encode(x, pool.global_scale)
       page, offset = np.asarray(slots) // 16, np.asarray(slots) % 16
       np.testing.assert_array_equal(raw(pool.data)[page, :, offset], packed.codes)
-      np.testing.assert_array_equal(
-        raw(pool.block_scale)[page, :, offset], raw(packed.block_scale)
-      )
+      np.testing.assert_array_equal(raw(pool.block_scale)[page, :, offset], raw(packed.block_scale))
 
 
 if __name__ == "__main__":

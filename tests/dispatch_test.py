@@ -15,11 +15,19 @@ from tests.base import TestCase
 PACKAGE = pathlib.Path(nv.__file__).parent
 
 
+def definition():
+  pass
+
+
+def kernel():
+  pass
+
+
 def table():
   return {
-    "xla": Entry(lambda: "definition"),
+    "xla": Entry(definition),
     "mosaic_sm90": Entry(
-      lambda: "kernel", lambda request: None if request == "even" else f"{request} is odd"
+      kernel, lambda request: None if request == "even" else f"{request} is odd"
     ),
   }
 
@@ -28,7 +36,7 @@ class ResolveTest(TestCase):
   def test_the_device_s_own_kernel_first(self):
     with dispatch.use_target(Target("sm_90")):
       chosen = dispatch.resolve(table(), "even", None)
-    self.assertEqual((chosen.implementation, chosen.function), ("mosaic_sm90", "kernel"))
+    self.assertEqual((chosen.implementation, chosen.function), ("mosaic_sm90", kernel))
     self.assertIn("sm_90", chosen.reason)
 
   def test_says_why_the_definition_runs(self):
@@ -40,7 +48,7 @@ class ResolveTest(TestCase):
     self.assertIn("not mosaic_sm90: it needs sm_90, the device is cpu", chosen.reason)
 
   def test_a_named_one_runs_or_raises(self):
-    self.assertEqual(dispatch.resolve(table(), "even", "xla").function, "definition")
+    self.assertEqual(dispatch.resolve(table(), "even", "xla").function, definition)
     with self.assertRaisesRegex(NotImplementedError, "it needs sm_90, the device is cpu"):
       dispatch.resolve(table(), "even", "mosaic_sm90")
     with dispatch.use_target(Target("sm_90")):
@@ -66,7 +74,11 @@ class AttentionArgumentsTest(TestCase):
 
   @parameterized.named_parameters(
     ("read_path", {"read_path": "fp4"}, "read_path must be one of .* got 'fp4'"),
-    ("other_cache", {"read_path": "bf16"}, "'bf16' needs a cache with K and V in bf16, got K nvfp4"),
+    (
+      "other_cache",
+      {"read_path": "bf16"},
+      "'bf16' needs a cache with K and V in bf16, got K nvfp4",
+    ),
     ("fp8_cache", {"read_path": "fp8"}, "'fp8' needs a cache with fp8 in K or V .* got K nvfp4"),
     ("q_dim", {"q": jnp.zeros((2, 8, 32))}, r"q must be .* 64\], got \(2, 8, 32\)"),
     ("q_rank", {"q": jnp.zeros((2, 64))}, r"q must be .* got \(2, 64\)"),
@@ -94,7 +106,7 @@ class AttentionArgumentsTest(TestCase):
   def test_decode_wants_one_token_each(self):
     arguments = {"cache": self.built.cache, "read_path": "nvfp4_dequant"}
     batch = self.built.batch
-    with self.assertRaisesRegex(ValueError, "q must have a row for each of 2 sequences, got 1"):
+    with self.assertRaisesRegex(ValueError, "q must have one row for each of 2 sequences, got 1"):
       nv.decode(self.built.q[:1], batch=batch, **arguments)
     uneven = nv.RaggedBatch(batch.page_table, batch.kv_lens, jnp.asarray([0, 2, 2], jnp.int32))
     with self.assertRaisesRegex(ValueError, r"cu_q_lens must be 0..2 for decode"):
@@ -112,7 +124,9 @@ class AttentionArgumentsTest(TestCase):
   def test_an_implementation_that_lacks_a_path_says_why(self):
     for operation in (nv.prefill, nv.decode):
       for path in ("nvfp4_dequant", "nvfp4_a4q", "nvfp4_a8q"):
-        with self.assertRaisesRegex(NotImplementedError, "'mosaic_sm90' cannot run: it needs sm_90"):
+        with self.assertRaisesRegex(
+          NotImplementedError, "'mosaic_sm90' cannot run: it needs sm_90"
+        ):
           operation(
             self.built.q,
             self.built.cache,

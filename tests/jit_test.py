@@ -24,9 +24,7 @@ def new_cache(format="nvfp4", num_pages=16):
 
 def step_inputs(steps, num_seqs, seed=0):
   r = np.random.default_rng(seed)
-  normal = lambda heads: jnp.asarray(
-    r.standard_normal((steps, num_seqs, heads, DIM)), jnp.bfloat16
-  )
+  normal = lambda heads: jnp.asarray(r.standard_normal((steps, num_seqs, heads, DIM)), jnp.bfloat16)
   return normal(Q_HEADS), normal(HEADS), normal(HEADS)
 
 
@@ -115,9 +113,7 @@ class DonationTest(TestCase):
     cache = new_cache(format, num_pages=512)
     x = jnp.zeros((4, HEADS, DIM), jnp.bfloat16)
     slots = jnp.arange(4, dtype=jnp.int32)
-    append = jax.jit(
-      lambda c, k, v, s: nv.append(c, k, v, slot_mapping=s), donate_argnums=0
-    )
+    append = jax.jit(lambda c, k, v, s: nv.append(c, k, v, slot_mapping=s), donate_argnums=0)
     self.check(append.lower(cache, x, x, slots).compile(), cache)
 
   def test_copy_pages(self):
@@ -181,7 +177,9 @@ class LayersTest(TestCase):
       jax.tree.map(np.testing.assert_array_equal, got[0], alone[0])
       # vmap may batch the products of the layers: equal to float32 rounding, then to bfloat16's.
       out, lse = (np.asarray(a).astype(np.float32) for a in got[1])
-      np.testing.assert_allclose(out, np.asarray(alone[1][0]).astype(np.float32), rtol=2**-7, atol=1e-5)
+      np.testing.assert_allclose(
+        out, np.asarray(alone[1][0]).astype(np.float32), rtol=2**-7, atol=1e-5
+      )
       np.testing.assert_allclose(lse, alone[1][1], rtol=1e-5, atol=1e-5)
 
   def test_vmap(self):
@@ -228,7 +226,10 @@ class LongContextTest(TestCase):
     )
     np.testing.assert_allclose(lse[2], last_lse[0], rtol=1e-5)
     np.testing.assert_allclose(
-      np.asarray(out[2]).astype(np.float32), np.asarray(last[0]).astype(np.float32), rtol=2**-7, atol=1e-4
+      np.asarray(out[2]).astype(np.float32),
+      np.asarray(last[0]).astype(np.float32),
+      rtol=2**-7,
+      atol=1e-4,
     )
 
 

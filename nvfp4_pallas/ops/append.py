@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from nvfp4_pallas.batch import RaggedBatch, check_batch
 from nvfp4_pallas.batch import slot_mapping as batch_slots
 from nvfp4_pallas.cache import PagedKVCache, PagePool, encode_rows, pool_arrays, put, with_arrays
-from nvfp4_pallas.dispatch import Entry, Resolved, resolve
+from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
 from nvfp4_pallas.ops.checks import check_cache, check_kv
 
 
@@ -101,12 +101,17 @@ def _append_xla(cache: PagedKVCache, k, v, slots) -> PagedKVCache:
   def write(pool: PagePool, x) -> PagePool:
     rows = encode_rows(pool, x)
     written = (
-      put(a, (page, slice(None), offset), r)
-      for a, r in zip(pool_arrays(pool), rows, strict=True)
+      put(a, (page, slice(None), offset), r) for a, r in zip(pool_arrays(pool), rows, strict=True)
     )
     return with_arrays(pool, tuple(written))
 
   return dataclasses.replace(cache, k=write(cache.k, k), v=write(cache.v, v))
 
 
-_APPEND = {"xla": Entry(lambda: _append_xla)}
+def _append_mosaic_sm90(cache: PagedKVCache, k, v, slots) -> PagedKVCache:
+  from nvfp4_pallas.kernels import append_mosaic_sm90 as kernel
+
+  return kernel.append(cache, k, v, slots, interpret=current_target().interpret)
+
+
+_APPEND = {"mosaic_sm90": Entry(_append_mosaic_sm90), "xla": Entry(_append_xla)}

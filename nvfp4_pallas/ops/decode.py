@@ -9,7 +9,7 @@ import numpy as np
 from nvfp4_pallas import attention
 from nvfp4_pallas.batch import RaggedBatch
 from nvfp4_pallas.cache import PagedKVCache
-from nvfp4_pallas.dispatch import Entry, Resolved, resolve
+from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
 from nvfp4_pallas.ops.checks import check_attention
 from nvfp4_pallas.ops.merge import merge_splits
 from nvfp4_pallas.ops.request import AttentionRequest, attention_request, default_sm_scale
@@ -108,4 +108,38 @@ def _decode_xla(q, cache, batch, spec, num_splits, batch_invariant):
   return jax.vmap(of_sequence)(q, batch.page_table, batch.kv_lens, scales)
 
 
-_DECODE = {"xla": Entry(lambda: _decode_xla)}
+def _decode_mosaic_sm90(q, cache, batch, spec, num_splits, batch_invariant):
+  from nvfp4_pallas.kernels import attention_mosaic_sm90 as kernel
+
+  if num_splits is None:
+    num_splits = 8 if batch_invariant else _splits_to_fill_a_gpu(cache, batch)
+  out, lse = kernel.attention(
+    q,
+    cache,
+    batch,
+    spec,
+    num_splits=num_splits,
+    max_q_len=1,
+    interpret=current_target().interpret,
+  )
+  return (out, lse) if num_splits == 1 else merge_splits(out, lse)
+
+
+def _splits_to_fill_a_gpu(cache: PagedKVCache, batch: RaggedBatch) -> int:
+  """Splits for two programs a multiprocessor, none shorter than a few key tiles can be."""
+  programs = batch.num_seqs * cache.num_kv_heads
+  longest = batch.max_pages * cache.page_size
+  return max(1, min(-(-2 * _MULTIPROCESSORS // max(programs, 1)), longest // 512, 32))
+
+
+def _decode_mosaic_sm90_unsupported(request: AttentionRequest) -> str | None:
+  from nvfp4_pallas.kernels import attention_mosaic_sm90 as kernel
+
+  return kernel.unsupported(request)
+
+
+_MULTIPROCESSORS = 132  # of an H100 SXM or H200
+_DECODE = {
+  "mosaic_sm90": Entry(_decode_mosaic_sm90, _decode_mosaic_sm90_unsupported),
+  "xla": Entry(_decode_xla),
+}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from nvfp4_pallas import format as nvfp4
-from nvfp4_pallas.dispatch import Entry, Resolved, resolve
+from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
 from nvfp4_pallas.format import NvFp4Array
 
 
@@ -130,5 +130,42 @@ def _unpack_xla(array, request):
   return nvfp4.decode(array, jnp.dtype(request.dtype))
 
 
-_PACK = {"xla": Entry(lambda: _pack_xla)}
-_UNPACK = {"xla": Entry(lambda: _unpack_xla)}
+def _pack_mosaic_sm90(x, global_scale, request):
+  from nvfp4_pallas.kernels import pack_mosaic_sm90 as kernel
+
+  codes, block_scale = kernel.pack(x, global_scale, interpret=current_target().interpret)
+  return NvFp4Array(codes, block_scale, jnp.asarray(global_scale, jnp.float32))
+
+
+def _pack_mosaic_sm90_unsupported(request: PackRequest) -> str | None:
+  from nvfp4_pallas.kernels import pack_mosaic_sm90 as kernel
+
+  return kernel.unsupported_pack(request.levels, request.scale_search, request.sanitize)
+
+
+def _unpack_mosaic_sm90(array, request):
+  from nvfp4_pallas.kernels import pack_mosaic_sm90 as kernel
+
+  return kernel.unpack(
+    array.codes,
+    array.block_scale,
+    array.global_scale,
+    jnp.dtype(request.dtype),
+    interpret=current_target().interpret,
+  )
+
+
+def _unpack_mosaic_sm90_unsupported(request: UnpackRequest) -> str | None:
+  from nvfp4_pallas.kernels import pack_mosaic_sm90 as kernel
+
+  return kernel.unsupported_unpack(request.levels)
+
+
+_PACK = {
+  "mosaic_sm90": Entry(_pack_mosaic_sm90, _pack_mosaic_sm90_unsupported),
+  "xla": Entry(_pack_xla),
+}
+_UNPACK = {
+  "mosaic_sm90": Entry(_unpack_mosaic_sm90, _unpack_mosaic_sm90_unsupported),
+  "xla": Entry(_unpack_xla),
+}

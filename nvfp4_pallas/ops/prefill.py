@@ -11,7 +11,7 @@ from jax import lax
 from nvfp4_pallas import attention
 from nvfp4_pallas.batch import RaggedBatch, token_places
 from nvfp4_pallas.cache import PagedKVCache
-from nvfp4_pallas.dispatch import Entry, Resolved, resolve
+from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
 from nvfp4_pallas.ops.checks import check_attention, check_kv
 from nvfp4_pallas.ops.request import AttentionRequest, attention_request, default_sm_scale
 from nvfp4_pallas.read_paths import AttentionSpec, round_q
@@ -164,4 +164,19 @@ def _tiles_of_rows(q, batch: RaggedBatch, spec: AttentionSpec, source):
   return out, jnp.where(real[:, None], lse[tile, offset], attention.NEG_INF)
 
 
-_PREFILL = {"xla": Entry(lambda: _prefill_xla)}
+def _prefill_mosaic_sm90(q, cache, batch, spec, new_kv):
+  from nvfp4_pallas.kernels import attention_mosaic_sm90 as kernel
+
+  return kernel.attention(q, cache, batch, spec, interpret=current_target().interpret)
+
+
+def _prefill_mosaic_sm90_unsupported(request: AttentionRequest) -> str | None:
+  from nvfp4_pallas.kernels import attention_mosaic_sm90 as kernel
+
+  return kernel.unsupported(request)
+
+
+_PREFILL = {
+  "mosaic_sm90": Entry(_prefill_mosaic_sm90, _prefill_mosaic_sm90_unsupported),
+  "xla": Entry(_prefill_xla),
+}

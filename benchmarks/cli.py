@@ -1,0 +1,40 @@
+"""The benchmark module's commands.
+
+python3 -m benchmarks            every read path on small shapes and on real activations, with
+                                 errors and bytes; needs no GPU, takes about a minute
+python3 -m benchmarks aot        compiles every kernel for a GPU that need not be here
+python3 -m benchmarks gpu        checks, then times the kernels on the GPU of this machine
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main(argv: list[str]) -> int:
+  command, rest = (argv[0], argv[1:]) if argv and argv[0] in _COMMANDS else ("small", argv)
+  return _COMMANDS[command](rest)
+
+
+def _small(argv):
+  from benchmarks import small
+
+  return small.main(argv)
+
+
+def _aot(argv):
+  from benchmarks import aot
+
+  return aot.main(argv) or 0
+
+
+def _gpu(argv):
+  from benchmarks import gpu
+
+  return gpu.main(argv)
+
+
+_COMMANDS = {"small": _small, "aot": _aot, "gpu": _gpu}
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))

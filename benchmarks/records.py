@@ -1,0 +1,120 @@
+"""A measurement as a row of data: what was run, by whom, on what, and what came out."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import hashlib
+import json
+import pathlib
+import subprocess
+
+import jax
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+KERNELS = ROOT / "nvfp4_pallas" / "kernels"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+  """One case. A field that does not apply is None; `us_*` are microseconds of `timer`.
+
+  Attributes:
+    phase: pack, unpack, append, prefill, chunk, tail or decode.
+    data: gaussian, or the layer of a model.
+    batch, q_len, kv_len: sequences, and query and key tokens of each.
+    read_path, implementation: the two axes; append and pack have no read path.
+    q_levels, q_group, q_rounding, q_residual_scale: how Q was quantised, where it was.
+    kernel_names: device kernels seen in the trace, or what ran in their place.
+    bytes: what a call must move at least; floor_us: that over the copy bandwidth, or FLOPs over
+      their rate, whichever is longer.
+    timer: `trace` is device time of all kernels of a call; `wall` is host time around it.
+    kernel_error: mean over rows of relative L2 against float64 on the same decoded bytes.
+    format_error: the same against wide inputs.
+    snr_db: signal to noise of K, V and Q as stored or used, against wide.
+    q_error_ratio: format_error over the same with Q in bfloat16.
+    reason: why a case has no result, or why this implementation ran.
+  """
+
+  phase: str
+  data: str
+  batch: int
+  q_len: int
+  kv_len: int
+  page_size: int
+  num_q_heads: int
+  num_kv_heads: int
+  head_dim: int
+  k_format: str
+  v_format: str
+  read_path: str | None
+  implementation: str
+  q_levels: int | None = None
+  q_group: int | None = None
+  q_rounding: str | None = None
+  q_residual_scale: str | None = None
+  kernel_names: tuple[str, ...] = ()
+  bytes: int | None = None
+  floor_us: float | None = None
+  us_median: float | None = None
+  us_min: float | None = None
+  us_max: float | None = None
+  us_count: int | None = None
+  timer: str | None = None
+  bytes_per_token: float | None = None
+  kernel_error: float | None = None
+  format_error: float | None = None
+  snr_db: dict[str, float] | None = None
+  q_error_ratio: float | None = None
+  reason: str | None = None
+  git_revision: str = dataclasses.field(default_factory=lambda: git_revision())
+  kernel_hash: str = dataclasses.field(default_factory=lambda: kernel_hash())
+  device: str = dataclasses.field(default_factory=lambda: jax.devices()[0].device_kind)
+  jax_version: str = jax.__version__
+  time: str = dataclasses.field(
+    default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+  )
+
+
+def q_quantisation(read_path: str, q_levels: int) -> dict:
+  """The row's words for what a read path does to Q."""
+  if read_path == "nvfp4_a4q":
+    return {
+      "q_levels": q_levels,
+      "q_group": 16,
+      "q_rounding": "nearest, ties to even",
+      "q_residual_scale": "e4m3 per group" if q_levels == 2 else None,
+    }
+  if read_path == "nvfp4_a8q":
+    return {"q_levels": 1, "q_rounding": "e4m3, nearest, ties to even; scale amax / 448 per row"}
+  return {"q_rounding": "bfloat16"}
+
+
+@functools.cache
+def git_revision() -> str:
+  """The commit, with `+` when the tree differs from it; `unknown` outside a checkout."""
+  try:
+    run = functools.partial(subprocess.check_output, cwd=ROOT, text=True, stderr=subprocess.DEVNULL)
+    revision = run(["git", "rev-parse", "--short=12", "HEAD"]).strip()
+    return revision + ("+" if run(["git", "status", "--porcelain", "-uno"]).strip() else "")
+  except (OSError, subprocess.CalledProcessError):
+    return "unknown"
+
+
+@functools.cache
+def kernel_hash() -> str:
+  """Hash of the kernels' sources: rows with another one are stale."""
+  digest = hashlib.sha256()
+  for path in sorted(KERNELS.glob("*.py")):
+    digest.update(path.name.encode() + b"\0" + path.read_bytes())
+  return digest.hexdigest()[:12]
+
+
+def write(rows: list[Row], path: pathlib.Path) -> None:
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text("".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows))
+
+
+def read(path: pathlib.Path) -> list[dict]:
+  return [json.loads(line) for line in path.read_text().splitlines() if line]

@@ -1,0 +1,70 @@
+"""Device time of kernels, by CUPTI through JAX's own Mosaic GPU profiler."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelTimes:
+  """Microseconds per call, all kernels of a call summed, and the kernels' names."""
+
+  names: tuple[str, ...]
+  calls: tuple[float, ...]
+  by_kernel: dict[str, float]  # median microseconds of each kernel, summed over a call
+
+  def row_fields(self) -> dict[str, Any]:
+    return {
+      "kernel_names": self.names,
+      "us_median": statistics.median(self.calls),
+      "us_min": min(self.calls),
+      "us_max": max(self.calls),
+      "us_count": len(self.calls),
+      "timer": "trace",
+    }
+
+
+def kernel_times(
+  calls: Sequence[Callable[[], Any]],
+  wait: Callable[[Any], Any] = jax.block_until_ready,
+  warm_up: int = 2,
+) -> KernelTimes:
+  """Runs the calls in order and times what each launched.
+
+  Args:
+    calls: equal work on different memory, so that no call finds its data in the L2 cache.
+    wait: waits for the list of results; needed where a call donates an earlier one's result.
+    warm_up: how many of the first calls are run once before, untimed.
+  """
+  # JAX exports no function that times different arguments one after the other.
+  from jax._src.lib import mosaic_gpu
+
+  extension = mosaic_gpu._mosaic_gpu_ext
+  wait([call() for call in calls[:warm_up]])
+  extension._cupti_init()
+  try:
+    wait([call() for call in calls])
+  finally:
+    timings = extension._cupti_get_timings(True)
+  if not timings or len(timings) % len(calls):
+    raise RuntimeError(f"{len(timings)} kernels traced for {len(calls)} equal calls")
+  per_call = len(timings) // len(calls)
+  grouped = [timings[i : i + per_call] for i in range(0, len(timings), per_call)]
+  samples = collections.defaultdict(list)
+  for group in grouped:
+    sums = collections.Counter()
+    for name, milliseconds in group:
+      sums[name] += 1e3 * milliseconds
+    for name, us in sums.items():
+      samples[name].append(us)
+  return KernelTimes(
+    names=tuple(dict.fromkeys(name for name, _ in grouped[0])),
+    calls=tuple(1e3 * sum(ms for _, ms in group) for group in grouped),
+    by_kernel={name: statistics.median(us) for name, us in samples.items()},
+  )
