@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import pathlib
+import statistics
 import sys
 import time
 
@@ -114,7 +115,7 @@ def describe(row: Row) -> str:
 
 
 def check_pack() -> str:
-  """Every kind of block, three global scales, packed on the GPU and by the definition on the CPU."""
+  """Every kind of block under three global scales, on the GPU and by the definition on the CPU."""
   r = np.random.default_rng(0)
   x = r.standard_normal((4099, 48)) * np.exp(r.uniform(-9, 9, (4099, 1)))
   x[::7, 3], x[5::31, 17], x[9::53, 40], x[11::40] = 0, np.nan, np.inf, 0
@@ -173,16 +174,13 @@ def check_append() -> str:
 
 
 def check_attention(inputs: small.Inputs) -> str:
-  worst, ran = 0.0, []
-  for variant in small.VARIANTS:
-    row = small.attention_row(inputs, variant)
-    if row.implementation == "mosaic_sm90":
-      worst = max(worst, row.kernel_error)
-      ran.append(variant.read_path)
+  rows = [small.attention_row(inputs, variant) for variant in small.VARIANTS]
+  errors = [row.kernel_error or 0.0 for row in rows if row.implementation == "mosaic_sm90"]
+  worst = float(np.max(errors))
   # Weights are rounded to bfloat16: 2^-9 in the mean, 5e-3 is the contract's limit.
   if not worst <= 5e-3:
     raise AssertionError(f"relative error {worst:.1e} on the same bytes")
-  return f"check {inputs.phase}, {inputs.data}: {len(ran)} paths, worst mean error {worst:.1e}"
+  return f"check {inputs.phase}, {inputs.data}: {len(errors)} kernels, worst mean error {worst:.1e}"
 
 
 def check_repeats() -> str:
@@ -229,7 +227,7 @@ def copy_bandwidth() -> tuple[float, Row]:
   times = kernel_times([functools.partial(jax.jit(lambda a: a + 1), a) for a in x * 4])
   nbytes = 2 * x[0].nbytes
   row = bare_row("copy", 1, 1, 1, "bf16", nbytes, None, times, "xla")
-  return nbytes / (row.us_median * 1e-6), row
+  return nbytes / (statistics.median(times.calls) * 1e-6), row
 
 
 def bare_row(phase, batch, q_len, kv_len, format, nbytes, floor, times: KernelTimes, who) -> Row:

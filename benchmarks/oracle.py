@@ -8,6 +8,7 @@ correct float32 implementation may be from it (see `Bounds`).
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -29,7 +30,7 @@ def nearest_even(values: np.ndarray, table: np.ndarray) -> np.ndarray:
   return np.where(index[first] % 2 == 0, first, last)
 
 
-def encode(x, global_scale=1.0, scale_search="amax") -> tuple[np.ndarray, np.ndarray]:
+def encode(x, global_scale: Any = 1.0, scale_search="amax") -> tuple[np.ndarray, np.ndarray]:
   """float values [..., n] -> (packed codes uint8 [..., n / 2], scale bytes uint8 [..., n / 16])."""
   x = np.asarray(x).astype(np.float32)
   g = np.broadcast_to(np.asarray(global_scale, np.float32), x.shape[:-1])
@@ -72,7 +73,7 @@ def _squared_error(x, g, codes, scale):
   return squares[0]
 
 
-def decode(packed, scales, global_scale=1.0) -> np.ndarray:
+def decode(packed, scales, global_scale: Any = 1.0) -> np.ndarray:
   """float64 values [..., n]: the true product, never rounded."""
   packed, scales = np.asarray(packed), np.asarray(scales).view(np.uint8)
   codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)

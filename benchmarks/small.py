@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import pathlib
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +113,7 @@ def filled_cache(inputs: Inputs, variant: Variant) -> tuple[nv.PagedKVCache, nv.
   return cache, nv.RaggedBatch(page_table, kv_lens, starts(inputs.q.shape[1]))
 
 
-def timed(f, *arguments) -> tuple[jax.Array, dict]:
+def timed(f, *arguments) -> tuple[Any, dict]:
   """The result, and wall time of some calls after the first."""
   result = jax.block_until_ready(f(*arguments))
   times = []
@@ -188,7 +189,10 @@ def references(inputs: Inputs, variant: Variant, cache, ragged):
     for b, h in np.ndindex(k.shape[0], k.shape[2]):
       used_k[b, :, h] = oracle.round_k_to_e4m3(k[b, :, h], scales[pages[b], h], 1.0)
   f64 = lambda x: np.asarray(x).astype(np.float64)
-  attend = lambda *qkv: np.stack([dense_attention(*x, dim**-0.5) for x in zip(*qkv, strict=True)])
+
+  def attend(*qkv):
+    return np.stack([dense_attention(q, k, v, dim**-0.5) for q, k, v in zip(*qkv, strict=True)])
+
   return attend(q, used_k, v), attend(*map(f64, (inputs.q, inputs.k, inputs.v))), k, v
 
 
@@ -268,14 +272,15 @@ def pack_row(levels: int, scale_search: str) -> Row:
 def with_q_error_ratio(rows: list[Row]) -> list[Row]:
   """Fills in each A4Q and A8Q row's format error over that of the same case with Q in bfloat16."""
   case = lambda r: (r.phase, r.data, r.q_len, r.kv_len, r.k_format, r.v_format)
-  base = {case(r): r.format_error for r in rows if r.read_path == "nvfp4_dequant"}
-  quantised = ("nvfp4_a4q", "nvfp4_a8q")
-  return [
-    dataclasses.replace(r, q_error_ratio=r.format_error / base[case(r)])
-    if r.read_path in quantised
-    else r
-    for r in rows
-  ]
+  with_bf16_q = {case(r): r.format_error for r in rows if r.read_path == "nvfp4_dequant"}
+
+  def completed(row: Row) -> Row:
+    if row.read_path not in ("nvfp4_a4q", "nvfp4_a8q"):
+      return row
+    error: Any = row.format_error
+    return dataclasses.replace(row, q_error_ratio=error / with_bf16_q[case(row)])
+
+  return [completed(row) for row in rows]
 
 
 def main(argv: list[str]) -> int:

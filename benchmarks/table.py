@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import textwrap
+
+import numpy as np
 
 from benchmarks.records import Row
 
@@ -38,7 +41,7 @@ def _line(row: Row) -> str:
 
 def _path(row: Row) -> str:
   if row.phase == "pack":
-    return f"{row.q_levels} level{'s' * (row.q_levels > 1)}"
+    return "1 level" if row.q_levels == 1 else f"{row.q_levels} levels"
   if row.read_path == "nvfp4_a4q":
     return f"nvfp4_a4q, Q x{row.q_levels}"
   return row.read_path or "-"
@@ -58,8 +61,7 @@ def reading(rows: list[Row]) -> str:
   """One paragraph: what the numbers are, and what they are not."""
 
   def mean(select, value):
-    found = [value(r) for r in rows if select(r)]
-    return sum(found) / len(found)
+    return statistics.fmean(value(r) for r in rows if select(r))
 
   attention = [r for r in rows if r.read_path]
   real = lambda path, k="nvfp4", levels=None: (
@@ -74,7 +76,7 @@ def reading(rows: list[Row]) -> str:
   k_db = mean(real("nvfp4_dequant"), lambda r: r.snr_db["k"])
   error = lambda *a, **k: 100 * mean(real(*a, **k), lambda r: r.format_error)
   ratio = lambda levels: mean(real("nvfp4_a4q", levels=levels), lambda r: r.q_error_ratio)
-  worst = max(r.kernel_error for r in attention)
+  worst = float(np.max([r.kernel_error or 0.0 for r in attention]))
   who = sorted({r.implementation for r in rows})
   text = f"""
     Reading: run by {", ".join(who)} on {rows[0].device}. NVFP4 keeps {packed.snr_db["x"]:.1f} dB

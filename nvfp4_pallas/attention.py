@@ -28,6 +28,7 @@ from nvfp4_pallas.read_paths import AttentionSpec, k_scale_for_e4m3, round_e4m3_
 
 KEYS_PER_TILE = 512
 NEG_INF = float("-inf")
+TileRange = tuple[jax.Array, jax.Array]
 
 
 class Keys(NamedTuple):
@@ -51,7 +52,7 @@ class Keys(NamedTuple):
 
 
 def attend(
-  q: jax.Array, positions: jax.Array, keys: Keys, spec: AttentionSpec, tiles: tuple
+  q: jax.Array, positions: jax.Array, keys: Keys, spec: AttentionSpec, tiles: TileRange
 ) -> tuple[jax.Array, jax.Array]:
   """Attention of some rows of one sequence over the key tiles [tiles[0], tiles[1]).
 
@@ -159,8 +160,8 @@ def cached_keys(
     tile=pages * cache.page_size,
     first=jnp.int32(0),
     count=count,
-    k_scale=_global_scale(cache.k),
-    v_scale=_global_scale(cache.v),
+    k_scale=cache.k.decode_scale,
+    v_scale=cache.v.decode_scale,
   )
 
 
@@ -171,25 +172,19 @@ def _read(pool: PagePool, page_ids: jax.Array) -> jax.Array:
   return jnp.swapaxes(values, 1, 2).reshape(-1, pool.num_kv_heads, pool.head_dim)
 
 
-def _global_scale(pool: PagePool) -> jax.Array:
-  ones = jnp.ones((pool.num_kv_heads,), jnp.float32)
-  return ones if pool.global_scale is None else pool.global_scale
-
-
 def wide_keys(k: jax.Array, v: jax.Array, start, count, first, tile: int) -> Keys:
   """`count` keys of this step from rows start.. of k, v [tokens, heads, dim], not yet quantised."""
 
   def load(number):
     rows = start + number * tile + jnp.arange(tile, dtype=jnp.int32)
-    return tuple(
-      a.at[rows].get(mode="clip").astype(jnp.bfloat16).astype(jnp.float32) for a in (k, v)
-    )
+    new_k, new_v = (a.at[rows].get(mode="clip").astype(jnp.bfloat16) for a in (k, v))
+    return new_k.astype(jnp.float32), new_v.astype(jnp.float32)
 
   ones = jnp.ones((k.shape[1],), jnp.float32)
   return Keys(load, tile, first, count, ones, ones)
 
 
-def visible_tiles(keys: Keys, first_position, last_position, spec: AttentionSpec) -> tuple:
+def visible_tiles(keys: Keys, first_position, last_position, spec: AttentionSpec) -> TileRange:
   """(begin, end) of the key tiles that rows at these positions can see."""
   end = keys.count
   if spec.causal:
@@ -206,7 +201,7 @@ def k_e4m3_scales(cache: PagedKVCache, page_table: jax.Array, counts: jax.Array)
 
   def of_sequence(arguments):
     page_row, count = arguments
-    scales = take(cache.k.block_scale, (page_row,), mode="clip").astype(jnp.float32)
+    scales = take(pool_arrays(cache.k)[1], (page_row,), mode="clip").astype(jnp.float32)
     position = jnp.arange(page_row.shape[0] * cache.page_size, dtype=jnp.int32)
     used = (position < count).reshape(page_row.shape[0], 1, cache.page_size, 1)
     known = used & jnp.isfinite(scales)  # a NaN block makes its row NaN whatever the scale

@@ -8,6 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 
 @functools.partial(
@@ -92,7 +93,7 @@ def check_batch(
     dtype = getattr(batch, name).dtype
     if dtype != jnp.int32:
       raise ValueError(f"{name} must be int32, got {dtype}")
-  if any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(batch)):
+  if any(isinstance(a, Tracer) for a in jax.tree.leaves(batch)):
     return
   _check_values(batch, num_tokens, page_size, appends)
 

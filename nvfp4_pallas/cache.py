@@ -73,6 +73,13 @@ class PagePool:
     return self.data.shape[-1] * per_element
 
   @property
+  def decode_scale(self) -> jax.Array:
+    """float32 [num_kv_heads]: global_scale, or ones for bf16, which has none."""
+    if self.global_scale is None:
+      return jnp.ones((self.num_kv_heads,), jnp.float32)
+    return self.global_scale
+
+  @property
   def nbytes(self) -> int:
     """Bytes of pages (data and block scales), from the arrays themselves."""
     return sum(a.size * a.dtype.itemsize for a in (self.data, self.block_scale) if a is not None)
@@ -192,10 +199,10 @@ def encode_rows(pool: PagePool, x: jax.Array) -> tuple[jax.Array, ...]:
   if pool.format == "bf16":
     return (x.astype(jnp.bfloat16),)
   if pool.format == "fp8":
-    scaled = nvfp4.divide(x.astype(jnp.float32), pool.global_scale[None, :, None])
+    scaled = nvfp4.divide(x.astype(jnp.float32), pool.decode_scale[None, :, None])
     rounded = jnp.clip(scaled, -nvfp4.E4M3_MAX, nvfp4.E4M3_MAX)
     return (jnp.where(jnp.isfinite(scaled), rounded, jnp.nan).astype(jnp.float8_e4m3fn),)
-  packed = nvfp4.encode(x, jnp.broadcast_to(pool.global_scale, x.shape[:-1]))
+  packed = nvfp4.encode(x, jnp.broadcast_to(pool.decode_scale, x.shape[:-1]))
   return packed.codes, packed.block_scale
 
 

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MAX = 6.0
@@ -266,7 +267,7 @@ def check_global_scale(global_scale, leading_shape, name="global_scale") -> None
     fits = False
   if not fits:
     raise ValueError(f"{name} must broadcast to {tuple(leading_shape)}, got shape {shape}")
-  if isinstance(global_scale, jax.core.Tracer):
+  if isinstance(global_scale, Tracer):
     return
   values = np.asarray(global_scale, np.float32)
   bad = ~((values >= GLOBAL_SCALE_MIN) & (values <= GLOBAL_SCALE_MAX))

@@ -96,7 +96,9 @@ class MetricsTest(TestCase):
   def test_errors(self):
     self.assertAlmostEqual(metrics.snr_db(np.ones(4), np.full(4, 0.9)), 20.0, places=6)
     self.assertEqual(metrics.snr_db(np.ones(4), np.ones(4)), float("inf"))
-    self.assertAlmostEqual(metrics.row_error(np.array([[3, 4.0], [0, 0]]), np.array([[3, 3], [9, 9]])), 0.2)
+    self.assertAlmostEqual(
+      metrics.row_error(np.array([[3, 4.0], [0, 0]]), np.array([[3, 3], [9, 9]])), 0.2
+    )
 
 
 class SmallTest(TestCase):

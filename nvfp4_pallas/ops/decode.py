@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from nvfp4_pallas import attention
 from nvfp4_pallas.batch import RaggedBatch
@@ -77,7 +78,7 @@ def _check_one_token_each(q, batch: RaggedBatch) -> None:
     raise ValueError(
       f"q must have one row for each of {batch.num_seqs} sequences, got {q.shape[0]}"
     )
-  if isinstance(batch.cu_q_lens, jax.core.Tracer):
+  if isinstance(batch.cu_q_lens, Tracer):
     return
   if not np.array_equal(batch.cu_q_lens, np.arange(batch.num_seqs + 1)):
     raise ValueError(f"cu_q_lens must be 0..{batch.num_seqs} for decode, got {batch.cu_q_lens}")
