@@ -285,12 +285,13 @@ def main(argv: list[str]) -> int:
   parser.add_argument("--keep", type=pathlib.Path, metavar="DIR", help="leave the dumps there")
   parser.add_argument("--cache", type=pathlib.Path, metavar="DIR", default=DEFAULT_CACHE)
   options = parser.parse_args(argv)
-  wanted = tuple(options.names) or ("",)
-  cases = [case for case in aot_cases.CASES if case.name.startswith(wanted)]
-  if not cases:
-    print(f"no case starts with {' or '.join(wanted)}; there are:", file=sys.stderr)
+  unknown = [n for n in options.names if not any(c.name.startswith(n) for c in aot_cases.CASES)]
+  if unknown:
+    print(f"no case starts with {' or '.join(unknown)}; there are:", file=sys.stderr)
     print("\n".join(case.name for case in aot_cases.CASES), file=sys.stderr)
     return 2
+  wanted = tuple(options.names) or ("",)
+  cases = [case for case in aot_cases.CASES if case.name.startswith(wanted)]
   print(f"{options.arch}; registers / the case's bound; bytes; machine instructions; seconds")
   print(_ROW.format("case", "registers", "spills", "smem", "instr", "mma", "s", ""))
   failed = False

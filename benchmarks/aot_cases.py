@@ -84,20 +84,20 @@ CASES = (
   Case("pack/float16", lambda: pack((4096, HEADS), HEAD_DIM, (), jnp.float16), 80),
   Case("pack/float32", lambda: pack((4096, HEADS), HEAD_DIM, (), jnp.float32), 80),
   Case("pack/odd_rows_dim_80", lambda: pack((4095, 5), 80, (5,)), 80),
-  Case("unpack/scalar", lambda: unpack((4096, HEADS), HEAD_DIM, ()), 64),
-  Case("unpack/per_head", lambda: unpack((4096, HEADS), HEAD_DIM, (HEADS,)), 64),
-  Case("unpack/float32", lambda: unpack((4096, HEADS), HEAD_DIM, (), jnp.float32), 64),
-  Case("unpack/odd_rows_dim_80", lambda: unpack((4095, 5), 80, (5,)), 64),
+  Case("unpack/scalar", lambda: unpack((4096, HEADS), HEAD_DIM, ()), 48),
+  Case("unpack/per_head", lambda: unpack((4096, HEADS), HEAD_DIM, (HEADS,)), 48),
+  Case("unpack/float32", lambda: unpack((4096, HEADS), HEAD_DIM, (), jnp.float32), 48),
+  Case("unpack/odd_rows_dim_80", lambda: unpack((4095, 5), 80, (5,)), 48),
   Case("append/nvfp4", lambda: append("nvfp4", "nvfp4"), 80, donate=(0,)),
-  Case("append/fp8", lambda: append("fp8", "fp8"), 168, donate=(0,)),
-  Case("append/bf16", lambda: append("bf16", "bf16"), 64, donate=(0,)),
+  Case("append/fp8", lambda: append("fp8", "fp8"), 128, donate=(0,)),
+  Case("append/bf16", lambda: append("bf16", "bf16"), 32, donate=(0,)),
   Case(
     "append/nvfp4_bf16_dims_80_256",
     lambda: append("nvfp4", "bf16", head_dim=80, v_head_dim=256),
     80,
     donate=(0,),
   ),
-  # 2^32 bytes of codes in one array.
+  # 2^33 bytes of codes in one array.
   Case(
     "append/large",
     lambda: append("nvfp4", "nvfp4", num_pages=2**17, page_size=128),

@@ -1,0 +1,169 @@
+"""Writes new K and V rows into a paged cache, in the cache's formats, on Hopper.
+
+    nvfp4:  block_scale = e4m3(amax / (6 * global_scale))
+            codes       = e2m1(|x| / (block_scale * global_scale)), with the sign of x
+    fp8:    data        = e4m3(x / global_scale)
+    bf16:   data        = x
+
+bit for bit as cache.encode_rows rounds (common.py says how). Plain Pallas Mosaic GPU, no inline
+assembly.
+
+One launch for K and V, in place. A program is one warpgroup and writes the row of one token, all
+heads, of K or of V: it reads the token's slot, leaves if there is none, and otherwise encodes one
+block of sixteen values a thread. A row's stores are a few plain vector stores with the strides of
+the pages; the 4 to 16 scale bytes of a head, too few for a TMA copy, are single bytes.
+
+Bytes moved per value: 2 (bfloat16 rows) read, and .5625 (nvfp4), 1 (fp8) or 2 (bf16) written.
+
+Compiled ahead of time for sm_90a and interpreted on a CPU; not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from nvfp4_pallas import cache as kv_cache
+from nvfp4_pallas import format as nvfp4
+from nvfp4_pallas.kernels import common
+from nvfp4_pallas.kernels.common import u32
+
+
+def append(
+  cache: kv_cache.PagedKVCache, k: jax.Array, v: jax.Array, slots: jax.Array, *, interpret=None
+) -> kv_cache.PagedKVCache:
+  """Writes rows to their slots, in the pools' formats.
+
+  Equivalent to, for each token t, for K and for V:
+      page, row = divmod(slots[t], page_size)
+      pool[page, :, row] = encode_rows(pool, x)[t]
+
+  Args:
+    cache: donated under jit, it is updated in place; what no slot names stays bit-identical.
+    k, v: bfloat16, float16 or float32 [tokens, num_kv_heads, head_dim], each with its own
+      head_dim.
+    slots: int32 [tokens]. A slot below 0 or past the last page skips its token. What two tokens
+      with one slot leave there is not promised.
+    interpret: Mosaic GPU interpret parameters, to run on a CPU.
+  """
+  tokens, page_size = slots.shape[0], cache.page_size
+  if tokens == 0:
+    return cache
+  pools, new = (cache.k, cache.v), (k, v)
+  rows = tuple(_view_rows(pool, x) for pool, x in zip(pools, new, strict=True))
+  pages = tuple(tuple(map(jax.new_ref, _view_pages(pool))) for pool in pools)
+
+  def kernel(pages_gmem, rows_gmem, global_scale_gmem, slots_gmem):
+    which, token = lax.axis_index("k_or_v"), lax.axis_index("token")
+    slot = slots_gmem[token]
+    page, row = lax.div(slot, jnp.int32(page_size)), lax.rem(slot, jnp.int32(page_size))
+
+    @pl.when((slot >= 0) & (page < cache.num_pages))
+    def _():
+      for i, pool in enumerate(pools):
+
+        @pl.when(which == i)
+        def _(i=i, pool=pool):
+          _write_row(
+            partial(_WRITE_TILE[pool.format], new[i].dtype),
+            rows_gmem[i].at[token],
+            global_scale_gmem[i],
+            [array.at[page, :, row] for array in pages_gmem[i]],
+          )
+
+  plgpu.kernel(
+    kernel,
+    grid=(len(pools), tokens),
+    grid_names=("k_or_v", "token"),
+    compiler_params=common.COMPILER_PARAMS,
+    kernel_name="kv_append",
+    interpret=interpret,
+  )(pages, rows, tuple(pool.global_scale for pool in pools), slots)
+  k_pool, v_pool = (
+    _from_views(pool, tuple(map(jax.freeze, refs))) for pool, refs in zip(pools, pages, strict=True)
+  )
+  return dataclasses.replace(cache, k=k_pool, v=v_pool)
+
+
+def _view_rows(pool: kv_cache.PagePool, x: jax.Array) -> jax.Array:
+  """x as [tokens, heads, blocks, ...]: pairs in words for nvfp4, else values."""
+  if pool.format == "nvfp4":
+    return common.view_pairs(x)
+  return x.reshape(*x.shape[:-1], -1, nvfp4.SCALE_BLOCK)
+
+
+def _view_pages(pool: kv_cache.PagePool) -> tuple[jax.Array, ...]:
+  """The pool's arrays with their last axis split by scale block: [..., blocks, ...]."""
+  blocks = pool.head_dim // nvfp4.SCALE_BLOCK
+  return tuple(
+    a if a is pool.block_scale else a.reshape(*a.shape[:-1], blocks, -1)
+    for a in kv_cache.pool_arrays(pool)
+  )
+
+
+def _from_views(pool: kv_cache.PagePool, views: tuple[jax.Array, ...]) -> kv_cache.PagePool:
+  arrays = zip(views, kv_cache.pool_arrays(pool), strict=True)
+  return kv_cache.with_arrays(pool, tuple(view.reshape(a.shape) for view, a in arrays))
+
+
+def _write_row(write_tile, row_gmem, global_scale_gmem, page_gmem) -> None:
+  """Writes all heads of one row, tile after tile.
+
+  Args:
+    write_tile: a function of _WRITE_TILE, but for the dtype.
+    row_gmem: the new row, [heads, blocks, ...].
+    global_scale_gmem: float32 [heads], or None.
+    page_gmem: the row's place in each array of the pool, [heads, blocks, ...].
+  """
+  heads, blocks = row_gmem.shape[:2]
+  # Powers of two that divide both axes evenly, at most a block for each thread.
+  tile_blocks = common.power_of_two_divisor(blocks, common.WARPGROUP)
+  tile_heads = common.power_of_two_divisor(heads, common.WARPGROUP // tile_blocks)
+
+  @pl.loop(0, heads // tile_heads)
+  def _(i):
+    @pl.loop(0, blocks // tile_blocks)
+    def _(j):
+      tile = common.Tile(i * tile_heads, tile_heads, j * tile_blocks, tile_blocks)
+      write_tile(tile, row_gmem, global_scale_gmem, page_gmem)
+
+
+def _write_nvfp4(dtype, tile, row_gmem, global_scale_gmem, page_gmem) -> None:
+  codes_gmem, block_scale_gmem = page_gmem
+  even, odd = common.load_pairs(tile, row_gmem, dtype)
+  codes, scale = common.encode(even, odd, tile.load_rows(global_scale_gmem))
+  tile.of(codes_gmem)[...] = codes.astype(jnp.uint8)
+  tile.of(block_scale_gmem)[...] = common.as_e4m3(scale)
+
+
+def _write_fp8(dtype, tile, row_gmem, global_scale_gmem, page_gmem) -> None:
+  (data_gmem,) = page_gmem
+  x = tile.load(row_gmem).astype(jnp.float32)
+  byte = _fp8_byte(x, common.broadcast(tile.load_rows(global_scale_gmem), x.shape))
+  tile.of(data_gmem)[...] = common.as_e4m3(byte)
+
+
+def _fp8_byte(x: jax.Array, global_scale: jax.Array) -> jax.Array:
+  """E4M3 of x / global_scale, saturating, NaN where that is not finite; a byte in uint32."""
+  pattern, divisor = common.f32_bits(x), common.f32_bits(global_scale)
+  magnitude = pattern & u32(common.F32_SIGN - 1)
+  sign = (pattern ^ magnitude) >> u32(24)
+  byte = common.quotient_to_e4m3(magnitude, divisor) | sign
+  # No quotient of two float32 rounds up to 2^128, so the exponent shows where it overflows.
+  exponent = common.quotient_exponent(magnitude, divisor)
+  finite = (magnitude < u32(common.F32_INF)) & (exponent <= jnp.int32(common.F32_BIAS))
+  return jnp.where(finite, byte, u32(nvfp4.E4M3_NAN))
+
+
+def _write_bf16(dtype, tile, row_gmem, global_scale_gmem, page_gmem) -> None:
+  (data_gmem,) = page_gmem
+  tile.of(data_gmem)[...] = tile.load(row_gmem).astype(jnp.bfloat16)
+
+
+_WRITE_TILE = {"nvfp4": _write_nvfp4, "fp8": _write_fp8, "bf16": _write_bf16}
