@@ -49,7 +49,8 @@ def append(
     v: the same with V's head dim.
     batch: rows are the newest tokens of its sequences; kv_lens must already count them.
     slot_mapping: instead of `batch`: int32 [tokens], slot = page * page_size + offset. A row
-      whose slot is negative or past the pool is skipped. What two rows with one slot leave there is not promised.
+      whose slot is negative or past the pool is skipped. What two rows with one slot leave there
+      is not promised.
     implementation: who runs it; None lets `dispatch.resolve` choose.
 
   Returns:
