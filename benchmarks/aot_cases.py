@@ -89,7 +89,7 @@ CASES = (
   Case("unpack/float32", lambda: unpack((4096, HEADS), HEAD_DIM, (), jnp.float32), 48),
   Case("unpack/odd_rows_dim_80", lambda: unpack((4095, 5), 80, (5,)), 48),
   Case("append/nvfp4", lambda: append("nvfp4", "nvfp4"), 80, donate=(0,)),
-  Case("append/fp8", lambda: append("fp8", "fp8"), 128, donate=(0,)),
+  Case("append/fp8", lambda: append("fp8", "fp8"), 144, donate=(0,)),
   Case("append/bf16", lambda: append("bf16", "bf16"), 32, donate=(0,)),
   Case(
     "append/nvfp4_bf16_dims_80_256",

@@ -138,15 +138,15 @@ def _write_nvfp4(dtype, tile, row_gmem, global_scale_gmem, page_gmem) -> None:
   codes_gmem, block_scale_gmem = page_gmem
   even, odd = common.load_pairs(tile, row_gmem, dtype)
   codes, scale = common.encode(even, odd, tile.load_rows(global_scale_gmem))
-  tile.of(codes_gmem)[...] = codes.astype(jnp.uint8)
-  tile.of(block_scale_gmem)[...] = common.as_e4m3(scale)
+  tile.store(codes_gmem, codes.astype(jnp.uint8))
+  tile.store(block_scale_gmem, common.as_e4m3(scale))
 
 
 def _write_fp8(dtype, tile, row_gmem, global_scale_gmem, page_gmem) -> None:
   (data_gmem,) = page_gmem
   x = tile.load(row_gmem).astype(jnp.float32)
   byte = _fp8_byte(x, common.broadcast(tile.load_rows(global_scale_gmem), x.shape))
-  tile.of(data_gmem)[...] = common.as_e4m3(byte)
+  tile.store(data_gmem, common.as_e4m3(byte))
 
 
 def _fp8_byte(x: jax.Array, global_scale: jax.Array) -> jax.Array:
@@ -163,7 +163,7 @@ def _fp8_byte(x: jax.Array, global_scale: jax.Array) -> jax.Array:
 
 def _write_bf16(dtype, tile, row_gmem, global_scale_gmem, page_gmem) -> None:
   (data_gmem,) = page_gmem
-  tile.of(data_gmem)[...] = tile.load(row_gmem).astype(jnp.bfloat16)
+  tile.store(data_gmem, tile.load(row_gmem).astype(jnp.bfloat16))
 
 
 _WRITE_TILE = {"nvfp4": _write_nvfp4, "fp8": _write_fp8, "bf16": _write_bf16}

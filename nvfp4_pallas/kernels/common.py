@@ -64,6 +64,10 @@ class Tile:
     """The tile of a ref [rows, blocks, ...]."""
     return ref.at[pl.ds(self.row, self.rows), pl.ds(self.block, self.blocks)]
 
+  def store(self, ref, values: jax.Array) -> None:
+    """Writes the tile of a ref [rows, blocks, ...] from registers."""
+    store(self.of(ref), values)
+
   def load(self, ref, vector: int | None = None) -> jax.Array:
     """The tile of a ref [rows, blocks] or [rows, blocks, width], in registers.
 
@@ -98,6 +102,18 @@ class Tile:
       _check_canonical=False,
     ).canonicalize()
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+
+
+def store(ref, values: jax.Array) -> None:
+  """Registers to memory, in pieces as small as the layout has them.
+
+  From JAX 0.12 on a store must say that it may be less than whole sectors; before, none had to
+  and there was no way to.
+  """
+  if hasattr(plgpu, "store"):
+    plgpu.store(ref, values, optimized=False)
+  else:
+    ref[...] = values
 
 
 def power_of_two_divisor(n: int, limit: int) -> int:

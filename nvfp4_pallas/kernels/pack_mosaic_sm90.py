@@ -73,8 +73,8 @@ def pack(
     def _(tile):
       even, odd = common.load_pairs(tile, x_gmem, x.dtype)
       codes, scale = common.encode(even, odd, _load_global_scale(tile, global_scale_gmem))
-      tile.of(codes_gmem)[...] = codes.astype(jnp.uint8)
-      tile.of(scale_gmem)[...] = common.as_e4m3(scale)
+      tile.store(codes_gmem, codes.astype(jnp.uint8))
+      tile.store(scale_gmem, common.as_e4m3(scale))
 
   codes, scale = plgpu.kernel(
     kernel,
@@ -227,10 +227,10 @@ def _store_pairs(tile: common.Tile, ref, even: jax.Array, odd: jax.Array, dtype)
   """Rounds float32 [rows, blocks, 8] to `dtype` and stores them in a tile of common.view_pairs."""
   if dtype == jnp.float32:
     for half, value in enumerate((even, odd)):
-      tile.of(ref.at[..., half])[...] = common.f32_bits(value)
+      tile.store(ref.at[..., half], common.f32_bits(value))
     return
   low, high = (
     lax.bitcast_convert_type(value.astype(dtype), jnp.uint16).astype(jnp.uint32)
     for value in (even, odd)
   )
-  tile.of(ref)[...] = low | (high << u32(16))
+  tile.store(ref, low | (high << u32(16)))
