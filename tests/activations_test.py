@@ -11,6 +11,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from benchmarks import activations, make_fixture, smollm
+from tests.base import TestCase
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 9, 3, 64
 
@@ -28,7 +29,7 @@ def sqnr_db(x: np.ndarray, y: np.ndarray) -> float:
   return 10 * np.log10(np.sum(x**2) / np.sum((x - y) ** 2))
 
 
-class FixtureTest(parameterized.TestCase):
+class FixtureTest(TestCase):
   def setUp(self):
     super().setUp()
     self.layers = activations.load()
@@ -139,7 +140,7 @@ def tiny_model() -> smollm.Model:
   )
 
 
-class ModelTest(absltest.TestCase):
+class ModelTest(TestCase):
   """The forward pass that made the fixture, without its weights."""
 
   def test_later_tokens_do_not_reach_back(self):

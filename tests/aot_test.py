@@ -11,8 +11,6 @@ from absl.testing import absltest, parameterized
 from benchmarks import aot, aot_cases
 from tests.base import TestCase
 
-SHARDS = 4
-
 
 class CompileTest(TestCase):
   @parameterized.named_parameters((case.name, case) for case in aot_cases.CASES)

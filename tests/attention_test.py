@@ -65,8 +65,6 @@ class AttentionTestCase(TestCase):
 
 
 class PrefillTest(AttentionTestCase):
-  SHARDS = 3
-
   @parameterized.named_parameters((c.name, c) for c in cases.SHAPES)
   def test_shapes(self, case):
     built = cases.build(case)
@@ -143,8 +141,6 @@ class PrefillTest(AttentionTestCase):
 
 
 class DecodeTest(AttentionTestCase):
-  SHARDS = 2
-
   @parameterized.product(path=all_formats(), num_splits=(None, 3))
   def test_read_paths(self, path, num_splits):
     read_path, k_format, v_format = path

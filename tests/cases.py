@@ -136,7 +136,18 @@ EMPTY = (
   Case("nothing_cached", q_lens=(0, 0), kv_lens=(0, 0)),
   Case("no_queries", q_lens=(0, 0), kv_lens=(5, 17)),
 )
-LONG = (Case("several_key_tiles", q_lens=(1, 70), kv_lens=(1100, 700), group=2, page_size=64),)
+LONG = (
+  Case("several_key_tiles", q_lens=(1, 70), kv_lens=(1100, 700), group=2, page_size=64),
+  Case(
+    "window_over_tiles",
+    q_lens=(1, 70),
+    kv_lens=(1100, 700),
+    num_kv_heads=1,
+    group=2,
+    page_size=64,
+    options=(("window", 300),),
+  ),
+)
 SHAPES = (MIXED, *GQA, *PAGES, *HEAD_DIMS, *MASKS, *SCORES, *EMPTY, *LONG)
 
 FORMATS_OF_PATH = {

@@ -47,8 +47,6 @@ class GaussianTest(TestCase):
 
 
 class RealActivationsTest(TestCase):
-  SHARDS = 2
-
   @parameterized.parameters(0, 1, 2)
   def test_element_snr(self, layer):
     """20.7 / 20.6 / 20.7 dB for K / V / Q over all layers; single layers differ by some tenths."""
