@@ -174,8 +174,12 @@ def check_append() -> str:
 
 
 def check_attention(inputs: small.Inputs) -> str:
-  rows = [small.attention_row(inputs, variant) for variant in small.VARIANTS]
-  errors = [row.kernel_error or 0.0 for row in rows if row.implementation == "mosaic_sm90"]
+  errors = []
+  for variant in small.VARIANTS:
+    try:
+      errors.append(small.attention_row(inputs, variant, "mosaic_sm90").kernel_error)
+    except NotImplementedError:
+      continue  # the timing table names the reason
   worst = float(np.max(errors))
   # Weights are rounded to bfloat16: 2^-9 in the mean, 5e-3 is the contract's limit.
   if not worst <= 5e-3:

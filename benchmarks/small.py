@@ -131,23 +131,27 @@ def timed(f, *arguments) -> tuple[Any, dict]:
 
 
 @functools.cache
-def operation(read_path: str, q_levels: int, one_token: bool):
+def operation(read_path: str, q_levels: int, one_token: bool, implementation: str | None):
   """The jitted operation; one object for all inputs, so that equal shapes compile once."""
   function = nv.decode if one_token else nv.prefill
-  return jax.jit(functools.partial(function, read_path=read_path, q_levels=q_levels))
+  return jax.jit(
+    functools.partial(
+      function, read_path=read_path, q_levels=q_levels, implementation=implementation
+    )
+  )
 
 
-def attention_row(inputs: Inputs, variant: Variant) -> Row:
+def attention_row(inputs: Inputs, variant: Variant, implementation: str | None = None) -> Row:
   batch, q_len, num_q_heads, dim = inputs.q.shape
   cache, ragged = filled_cache(inputs, variant)
   q = inputs.q.reshape(batch * q_len, num_q_heads, dim).astype(jnp.float32)
-  run = operation(variant.read_path, variant.q_levels, q_len == 1)
+  run = operation(variant.read_path, variant.q_levels, q_len == 1, implementation)
   (out, _), times = timed(run, q, cache, ragged)
 
   spec = AttentionSpec(variant.read_path, True, dim**-0.5, q_levels=variant.q_levels)
   request = attention_request(q, cache, spec)
   resolve = decode_op.resolve_decode if q_len == 1 else prefill_op.resolve_prefill
-  resolved = resolve(request)
+  resolved = resolve(request, implementation)
 
   out = np.asarray(out).reshape(batch, q_len, num_q_heads, -1)
   same_bytes, wide, stored_k, stored_v = references(inputs, variant, cache, ragged)
