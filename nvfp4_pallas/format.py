@@ -42,8 +42,8 @@ E4M3_NAN = 0x7F
 SCALE_BLOCK = 16  # values that share one block scale
 E2M1_PER_BYTE = 2
 # Between these bounds no intermediate of the equations above leaves float32's normal range.
-GLOBAL_SCALE_MIN = 2.0**-100
-GLOBAL_SCALE_MAX = 2.0**100
+GLOBAL_SCALE_MIN = 2.0**-64
+GLOBAL_SCALE_MAX = 2.0**64
 
 SCALE_SEARCHES = ("amax", "four_over_six")
 INPUT_DTYPES = ("bfloat16", "float16", "float32")
@@ -81,12 +81,49 @@ class NvFp4Array:
 
 
 def divide(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-  """float32 division, correctly rounded.
+  """float32 division, correctly rounded on every device.
 
-  XLA turns a division by a constant or by something broadcast into a multiplication by the rounded
-  reciprocal. Behind the barrier the denominator is neither.
+  Plain `/` is not: XLA turns a division by a constant or by something broadcast into a
+  multiplication by the rounded reciprocal (the barrier forbids that), and on a GPU it emits
+  `div.full`, which may be two units off (`refine_quotient` mends that).
   """
-  return numerator / lax.optimization_barrier(jnp.broadcast_to(denominator, numerator.shape))
+  denominator = lax.optimization_barrier(jnp.broadcast_to(denominator, numerator.shape))
+  return refine_quotient(numerator, numerator / denominator, denominator)
+
+
+def refine_quotient(numerator: jax.Array, quotient: jax.Array, d: jax.Array) -> jax.Array:
+  """fl(numerator / d) from a quotient that may be some units off.
+
+  It is corrected by its exact remainder to within one unit; of it and its two neighbours the one
+  with the least remainder is the answer. That holds where the remainder, down to 2^-46 of the
+  numerator, is in float32's normal range; a quotient that is not finite is returned as it is.
+  """
+  correction = _remainder(numerator, quotient, d) / d
+  quotient = jnp.where(jnp.isfinite(correction), quotient + correction, quotient)
+  best, least = quotient, jnp.abs(_remainder(numerator, quotient, d))
+  for step in (-1, 1):
+    bits = lax.bitcast_convert_type(quotient, jnp.int32) + jnp.int32(step)
+    neighbour = lax.bitcast_convert_type(bits, jnp.float32)
+    remainder = jnp.abs(_remainder(numerator, neighbour, d))
+    best = jnp.where(remainder < least, neighbour, best)
+  return best
+
+
+def _remainder(n: jax.Array, q: jax.Array, d: jax.Array) -> jax.Array:
+  """n - q * d without rounding, for q within some units of n / d.
+
+  The halves have 12 bits, so their products are exact, fused or not; after each subtraction what
+  is left spans fewer than 24 bits (Dekker, 1971).
+  """
+  (q_high, q_low), (d_high, d_low) = _halves(q), _halves(d)
+  return ((n - q_high * d_high) - q_high * d_low - q_low * d_high) - q_low * d_low
+
+
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The upper 12 bits of a float32's significand, and the rest."""
+  bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFF000)
+  high = lax.bitcast_convert_type(bits, jnp.float32)
+  return high, x - high
 
 
 def round_to_e2m1_index(y: jax.Array) -> jax.Array:
@@ -272,6 +309,4 @@ def check_global_scale(global_scale, leading_shape, name="global_scale") -> None
   values = np.asarray(global_scale, np.float32)
   bad = ~((values >= GLOBAL_SCALE_MIN) & (values <= GLOBAL_SCALE_MAX))
   if bad.any():
-    raise ValueError(
-      f"{name} must be positive and within [2^-100, 2^100], got {values[bad].flat[0]}"
-    )
+    raise ValueError(f"{name} must be positive and within [2^-64, 2^64], got {values[bad].flat[0]}")
