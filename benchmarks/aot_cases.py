@@ -49,33 +49,61 @@ def unpack(leading, n, scale_shape, dtype=jnp.bfloat16):
   return partial(kernel.unpack, dtype=dtype), (codes, scales, S(scale_shape, jnp.float32))
 
 
-def append(
-  k_format,
-  v_format,
+def abstract_cache(
+  k_format="nvfp4",
+  v_format="nvfp4",
   *,
-  tokens=64,
-  heads=HEADS,
   head_dim=HEAD_DIM,
-  v_head_dim=HEAD_DIM,
+  v_head_dim=None,
+  heads=HEADS,
   num_pages=NUM_PAGES,
   page_size=PAGE_SIZE,
 ):
   from nvfp4_pallas import PagedKVCache
+
+  create = partial(
+    PagedKVCache.create,
+    num_pages=num_pages,
+    page_size=page_size,
+    num_kv_heads=heads,
+    head_dim=head_dim,
+    v_head_dim=v_head_dim,
+    k_format=k_format,
+    v_format=v_format,
+  )
+  return jax.eval_shape(create)
+
+
+def append(k_format, v_format, *, tokens=64, **options):
   from nvfp4_pallas.kernels import append_mosaic_sm90 as kernel
 
-  cache = jax.eval_shape(
-    lambda: PagedKVCache.create(
-      num_pages=num_pages,
-      page_size=page_size,
-      num_kv_heads=heads,
-      head_dim=head_dim,
-      v_head_dim=v_head_dim,
-      k_format=k_format,
-      v_format=v_format,
-    )
+  cache = abstract_cache(k_format, v_format, **options)
+  k, v = (
+    S((tokens, cache.num_kv_heads, pool.head_dim), jnp.bfloat16) for pool in (cache.k, cache.v)
   )
-  k, v = (S((tokens, heads, dim), jnp.bfloat16) for dim in (head_dim, v_head_dim))
   return kernel.append, (cache, k, v, S((tokens,), jnp.int32))
+
+
+def attention(cache, read_path, *, tokens, seqs, group=4, **options):
+  from nvfp4_pallas import RaggedBatch
+  from nvfp4_pallas.kernels import attention_mosaic_sm90 as kernel
+  from nvfp4_pallas.read_paths import AttentionSpec
+
+  numerics = ("causal", "window", "soft_cap", "q_levels")
+  numerics = {name: options.pop(name) for name in numerics if name in options}
+  spec = AttentionSpec(read_path, **{"causal": True, "sm_scale": 0.1} | numerics)
+  q = S((tokens, cache.num_kv_heads * group, cache.k.head_dim), jnp.bfloat16)
+  lengths = S((seqs,), jnp.int32), S((seqs + 1,), jnp.int32)
+  batch = RaggedBatch(S((seqs, 128), jnp.int32), *lengths)
+  return partial(kernel.attention, spec=spec, **options), (q, cache, batch)
+
+
+def decode(cache, read_path, **options):
+  return attention(cache, read_path, tokens=64, seqs=64, num_splits=8, max_q_len=1, **options)
+
+
+def prefill(cache, read_path, **options):
+  return attention(cache, read_path, tokens=4096, seqs=4, **options)
 
 
 CASES = (
@@ -104,4 +132,34 @@ CASES = (
     80,
     donate=(0,),
   ),
+  Case("attention/decode", lambda: decode(abstract_cache(), "nvfp4_dequant"), 255),
+  Case("attention/prefill", lambda: prefill(abstract_cache(), "nvfp4_dequant"), 255),
+  Case("attention/prefill_a4q", lambda: prefill(abstract_cache(), "nvfp4_a4q", q_levels=2), 255),
+  Case(
+    "attention/prefill_dim_64",
+    lambda: prefill(abstract_cache(head_dim=64, page_size=16), "nvfp4_dequant", group=7),
+    255,
+  ),
+  Case(
+    "attention/prefill_dim_256", lambda: prefill(abstract_cache(head_dim=256), "nvfp4_dequant"), 255
+  ),
+  Case(
+    "attention/prefill_dim_256_a4q",
+    lambda: prefill(abstract_cache(head_dim=256), "nvfp4_a4q", q_levels=2),
+    255,
+  ),
+  Case(
+    "attention/prefill_dims_96_160",
+    lambda: prefill(abstract_cache(head_dim=96, v_head_dim=160), "nvfp4_dequant"),
+    255,
+  ),
+  Case(
+    "attention/prefill_window_soft_cap",
+    lambda: prefill(
+      abstract_cache(page_size=256), "nvfp4_dequant", causal=False, window=999, soft_cap=30.0
+    ),
+    255,
+  ),
+  Case("attention/prefill_fp8_bf16", lambda: prefill(abstract_cache("fp8", "bf16"), "fp8"), 255),
+  Case("attention/decode_bf16", lambda: decode(abstract_cache("bf16", "bf16"), "bf16"), 255),
 )

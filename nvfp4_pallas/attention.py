@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from nvfp4_pallas.cache import PagedKVCache, PagePool, decode_rows, pool_arrays, take
+from nvfp4_pallas.format import through
 from nvfp4_pallas.read_paths import AttentionSpec, k_scale_for_e4m3, round_e4m3_signed
 
 KEYS_PER_TILE = 512
@@ -177,8 +178,8 @@ def wide_keys(k: jax.Array, v: jax.Array, start, count, first, tile: int) -> Key
 
   def load(number):
     rows = start + number * tile + jnp.arange(tile, dtype=jnp.int32)
-    new_k, new_v = (a.at[rows].get(mode="clip").astype(jnp.bfloat16) for a in (k, v))
-    return new_k.astype(jnp.float32), new_v.astype(jnp.float32)
+    new_k, new_v = (through(a.at[rows].get(mode="clip"), jnp.bfloat16) for a in (k, v))
+    return new_k, new_v
 
   ones = jnp.ones((k.shape[1],), jnp.float32)
   return Keys(load, tile, first, count, ones, ones)

@@ -161,6 +161,15 @@ def round_to_e4m3(q: jax.Array) -> jax.Array:
   return jnp.minimum(q, E4M3_MAX).astype(jnp.float8_e4m3fn)
 
 
+def through(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+  """x rounded to `dtype`, as float32.
+
+  The barrier is needed: XLA on a GPU drops a pair of conversions, down and up again, and with it
+  the rounding ("excess precision").
+  """
+  return lax.optimization_barrier(x.astype(dtype)).astype(jnp.float32)
+
+
 def pack_nibbles(codes: jax.Array) -> jax.Array:
   """uint8 codes [..., n] -> bytes [..., n / 2], the even element in the low nibble."""
   return codes[..., 0::2] | (codes[..., 1::2] << jnp.uint8(4))
@@ -200,7 +209,7 @@ def encode(
   check_encode_arguments(x, global_scale, levels, scale_search)
   g = jnp.asarray(global_scale, jnp.float32)
   g_block = jnp.broadcast_to(g, x.shape[:-1])[..., None]  # against the block axis
-  wide = x.astype(jnp.float32)
+  wide = through(x, x.dtype)  # as it came: a rounding just before must not be undone
   if sanitize:
     largest = jnp.broadcast_to(E2M1_MAX * E4M3_MAX * g_block, wide.shape)
     wide = jnp.where(jnp.isnan(wide), jnp.zeros_like(wide), wide)
@@ -231,7 +240,8 @@ def _encode_blocks(blocks, global_scale, largest_code):
   """f32 [..., b, 16] -> (codes uint8 [..., b, 16], scale e4m3 [..., b])."""
   magnitude = jnp.abs(blocks)
   amax = jnp.max(magnitude, axis=-1)
-  scale = round_to_e4m3(divide(amax, largest_code * global_scale))
+  # The barrier for the same reason as in `through`.
+  scale = lax.optimization_barrier(round_to_e4m3(divide(amax, largest_code * global_scale)))
   step = scale.astype(jnp.float32) * global_scale
   live = step > 0
   y = divide(magnitude, jnp.where(live, step, 1.0)[..., None])

@@ -72,10 +72,9 @@ def check_read_path(read_path: str, cache: PagedKVCache) -> None:
 
 def round_q(q: jax.Array, spec: AttentionSpec) -> jax.Array:
   """Q' of the module's table as float32 [..., head_dim]."""
-  q = q.astype(jnp.bfloat16)
+  q = nvfp4.through(q, jnp.bfloat16)
   if spec.read_path == "nvfp4_a4q":
     return nvfp4.decode(nvfp4.encode(q, levels=spec.q_levels), jnp.float32)
-  q = q.astype(jnp.float32)
   if spec.read_path != "nvfp4_a8q":
     return q
   amax = jnp.max(jnp.abs(q), axis=-1, keepdims=True)
@@ -85,8 +84,7 @@ def round_q(q: jax.Array, spec: AttentionSpec) -> jax.Array:
 
 def round_e4m3_signed(x: jax.Array) -> jax.Array:
   """float32 x rounded to E4M3 (nearest even, saturating); NaN stays NaN."""
-  clipped = jnp.clip(x, -nvfp4.E4M3_MAX, nvfp4.E4M3_MAX)
-  return clipped.astype(jnp.float8_e4m3fn).astype(jnp.float32)
+  return nvfp4.through(jnp.clip(x, -nvfp4.E4M3_MAX, nvfp4.E4M3_MAX), jnp.float8_e4m3fn)
 
 
 def k_scale_for_e4m3(max_block_scale: jax.Array) -> jax.Array:
