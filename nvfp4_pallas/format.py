@@ -99,14 +99,14 @@ def refine_quotient(numerator: jax.Array, quotient: jax.Array, d: jax.Array) -> 
   numerator, is in float32's normal range; a quotient that is not finite is returned as it is.
   """
   correction = _remainder(numerator, quotient, d) / d
-  quotient = jnp.where(jnp.isfinite(correction), quotient + correction, quotient)
-  best, least = quotient, jnp.abs(_remainder(numerator, quotient, d))
+  near = jnp.where(jnp.isfinite(correction), quotient + correction, quotient)
+  best, least = near, jnp.abs(_remainder(numerator, near, d))
   for step in (-1, 1):
-    bits = lax.bitcast_convert_type(quotient, jnp.int32) + jnp.int32(step)
+    bits = lax.bitcast_convert_type(near, jnp.int32) + jnp.int32(step)
     neighbour = lax.bitcast_convert_type(bits, jnp.float32)
     remainder = jnp.abs(_remainder(numerator, neighbour, d))
     best = jnp.where(remainder < least, neighbour, best)
-  return best
+  return jnp.copysign(best, quotient)  # the sums above lose the sign of -0
 
 
 def _remainder(n: jax.Array, q: jax.Array, d: jax.Array) -> jax.Array:

@@ -219,6 +219,7 @@ class DivideTest(TestCase):
     a = jnp.asarray([np.inf, -np.inf, np.nan, 1e38, 0.0, -0.0], jnp.float32)
     got = nvfp4.divide(a, jnp.float32(1e-3))
     np.testing.assert_array_equal(got, [np.inf, -np.inf, np.nan, np.inf, 0, 0])
+    self.assertSequenceEqual(np.signbit(got)[4:].tolist(), [False, True])
 
 
 class LevelsTest(TestCase):
