@@ -33,7 +33,7 @@ class Case:
 
 
 HEADS, HEAD_DIM, PAGE_SIZE, NUM_PAGES = 8, 128, 64, 512
-S = jax.ShapeDtypeStruct
+S: Any = jax.ShapeDtypeStruct
 
 
 def pack(leading, n, scale_shape, dtype=jnp.bfloat16):

@@ -12,7 +12,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 import nvfp4_pallas as nv
-from tests import cases, oracle
+from benchmarks import oracle
+from tests import cases
 from tests.base import TestCase
 
 PATHS = tuple(cases.FORMATS_OF_PATH)

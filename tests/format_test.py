@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 from absl.testing import absltest, parameterized
 
+from benchmarks import oracle
 from nvfp4_pallas import format as nvfp4
-from tests import oracle
 from tests.base import TestCase
 
 GLOBAL_SCALES = (1.0, 0.5, 0.37, 3.3, 2.0**-20, 1e9)

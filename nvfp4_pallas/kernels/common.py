@@ -110,10 +110,11 @@ def store(ref, values: jax.Array) -> None:
   From JAX 0.12 on a store must say that it may be less than whole sectors; before, none had to
   and there was no way to.
   """
-  if hasattr(plgpu, "store"):
-    plgpu.store(ref, values, optimized=False)
-  else:
+  write = getattr(plgpu, "store", None)
+  if write is None:
     ref[...] = values
+  else:
+    write(ref, values, optimized=False)
 
 
 def power_of_two_divisor(n: int, limit: int) -> int:
