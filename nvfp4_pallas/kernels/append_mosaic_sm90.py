@@ -15,8 +15,8 @@ the pages; the 4 to 16 scale bytes of a head, too few for a TMA copy, are single
 
 Bytes moved per value: 2 (bfloat16 rows) read, and .5625 (nvfp4), 1 (fp8) or 2 (bf16) written.
 
-Interpreted on a CPU and compiled ahead of time for sm_90a in the tests; run on an H200 as the rows of
-benchmarks/results say, which name the hash of these sources.
+Interpreted on a CPU and compiled ahead of time for sm_90a in the tests; run on an H200 as the rows
+of benchmarks/results say, which name the hash of these sources.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ included, with one exception: when V of a key is not finite (a faulty block), ro
 query tile that do not see the key also become NaN in the columns concerned if other rows of
 the tile do see it. For decode there are no such rows.
 
-Interpreted on a CPU and compiled ahead of time for sm_90a in the tests; run on an H200 as the rows of
-benchmarks/results say, which name the hash of these sources.
+Interpreted on a CPU and compiled ahead of time for sm_90a in the tests; run on an H200 as the rows
+of benchmarks/results say, which name the hash of these sources.
 """
 
 from __future__ import annotations

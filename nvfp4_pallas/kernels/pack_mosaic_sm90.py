@@ -13,8 +13,8 @@ memory is read and written directly, without shared memory.
 Bytes moved per value: 2 + .5625 for 16-bit values, and 4 bytes a row where rows have their own
 global scales.
 
-Interpreted on a CPU and compiled ahead of time for sm_90a in the tests; run on an H200 as the rows of
-benchmarks/results say, which name the hash of these sources.
+Interpreted on a CPU and compiled ahead of time for sm_90a in the tests; run on an H200 as the rows
+of benchmarks/results say, which name the hash of these sources.
 """
 
 from __future__ import annotations
