@@ -22,7 +22,8 @@ class Case:
   Attributes:
     name: `kernel/variant`; the name on the command line.
     build: returns the function and its arguments as jax.ShapeDtypeStruct pytrees.
-    max_registers: the compilation counts as failed above this many registers a thread.
+    max_registers: the compilation counts as failed above this many registers a thread; 0 for
+      what XLA compiles alone, of which only the HLO is looked at.
     donate: positions of donated arguments.
   """
 
@@ -106,7 +107,29 @@ def prefill(cache, read_path, **options):
   return attention(cache, read_path, tokens=4096, seqs=4, **options)
 
 
+def append_definition(k_format):
+  import nvfp4_pallas as nv
+
+  cache = jax.eval_shape(
+    lambda: nv.PagedKVCache.create(
+      num_pages=NUM_PAGES,
+      page_size=PAGE_SIZE,
+      num_kv_heads=HEADS,
+      head_dim=HEAD_DIM,
+      k_format=k_format,
+    )
+  )
+  x = S((64, HEADS, HEAD_DIM), jnp.bfloat16)
+
+  def function(cache, k, v, slots):
+    return nv.append(cache, k, v, slot_mapping=slots, implementation="xla")
+
+  return function, (cache, x, x, S((64,), jnp.int32))
+
+
 CASES = (
+  Case("definition/append_nvfp4", lambda: append_definition("nvfp4"), 0, donate=(0,)),
+  Case("definition/append_fp8", lambda: append_definition("fp8"), 0, donate=(0,)),
   Case("pack/scalar", lambda: pack((4096, HEADS), HEAD_DIM, ()), 80),
   Case("pack/per_head", lambda: pack((4096, HEADS), HEAD_DIM, (HEADS,)), 80),
   Case("pack/float16", lambda: pack((4096, HEADS), HEAD_DIM, (), jnp.float16), 80),

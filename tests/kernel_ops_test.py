@@ -1,0 +1,117 @@
+"""The operations with their Mosaic kernels, interpreted on a CPU: the glue in ops/.
+
+The kernels themselves are judged in kernel_*_test.py; here the same calls that users make resolve
+to them, and must give what the definition gives: the same bytes, or the same numbers to bfloat16.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+import nvfp4_pallas as nv
+from benchmarks import oracle
+from nvfp4_pallas import dispatch
+from nvfp4_pallas.ops import decode as decode_op
+from nvfp4_pallas.ops.request import attention_request
+from nvfp4_pallas.read_paths import AttentionSpec
+from tests import cases, kernel_cases
+from tests.base import TestCase
+
+
+def on_sm90(function, *arguments):
+  """jit(function)(*arguments) as on Hopper, kernels interpreted; a data race is an error."""
+
+  def run(*arguments, interpret):
+    with dispatch.use_target(dispatch.Target("sm_90", interpret)):
+      return jax.jit(function)(*arguments)
+
+  return kernel_cases.interpret(run, *arguments)
+
+
+class OperationsTest(TestCase):
+  def test_pack_and_unpack(self):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 3, 32)), jnp.bfloat16)
+    scale = jnp.asarray([0.3, 1.0, 4.0], jnp.float32)
+    packed = on_sm90(nv.pack, x, scale)
+    jax.tree.map(np.testing.assert_array_equal, packed, nv.pack(x, scale))
+    np.testing.assert_array_equal(on_sm90(nv.unpack, packed), nv.unpack(packed))
+
+  def test_append(self):
+    case = cases.Case("append", q_lens=(3, 0), kv_lens=(20, 5))
+    built = cases.build(case, padding_rows=1)
+    r = np.random.default_rng(1)
+    k, v = (jnp.asarray(r.standard_normal((4, 2, 64)), jnp.bfloat16) for _ in range(2))
+    got = on_sm90(nv.append, built.cache, k, v, built.batch)
+    want = nv.append(built.cache, k, v, built.batch, implementation="xla")
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+      np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+  @parameterized.parameters("nvfp4_dequant", "nvfp4_a4q")
+  def test_prefill_with_sinks(self, read_path):
+    built = cases.build(cases.Case("prefill", q_lens=(1, 6), kv_lens=(40, 6)))
+    sinks = jnp.linspace(-1, 2, 8, dtype=jnp.float32)
+    prefill = functools.partial(nv.prefill, read_path=read_path, sinks=sinks)
+    self.check(
+      on_sm90(prefill, built.q, built.cache, built.batch), built, built.q, read_path, sinks
+    )
+
+  @parameterized.parameters(None, 3)
+  def test_decode(self, num_splits):
+    built = cases.build(cases.decode_case(cases.Case("decode", kv_lens=(300, 0, 17))))
+    q = built.q[:3]
+    decode = functools.partial(nv.decode, read_path="nvfp4_dequant", num_splits=num_splits)
+    self.check(on_sm90(decode, q, built.cache, built.batch), built, q, "nvfp4_dequant", None)
+
+  def check(self, got, built, q, read_path, sinks):
+    want = oracle.attention(
+      q,
+      built.cache,
+      built.batch.page_table,
+      built.batch.kv_lens,
+      built.batch.cu_q_lens,
+      read_path=read_path,
+      sinks=sinks,
+    )
+    out, lse = (np.asarray(a).astype(np.float64) for a in got)
+    bound = want.out_bound(bf16_weights=True, bf16_out=True)
+    self.assertTrue((np.abs(out - want.out) <= bound).all())
+    empty = np.isneginf(want.lse)
+    np.testing.assert_array_equal(np.isneginf(lse), empty)
+    # exp2 and log of the device's fast units: some 2^-20 each, far from a wrong mask or scale.
+    np.testing.assert_allclose(lse[~empty], want.lse[~empty], atol=1e-4)
+
+  def test_what_a_kernel_lacks_goes_to_the_definition_with_the_reason(self):
+    built = cases.build(cases.decode_case(cases.MIXED))
+    spec = AttentionSpec("nvfp4_a8q", True, 1.0)
+    request = attention_request(built.q, built.cache, spec)
+    with dispatch.use_target(dispatch.Target("sm_90")):
+      resolved = decode_op.resolve_decode(request)
+      self.assertEqual(resolved.implementation, "xla")
+      self.assertRegex(resolved.reason, "not mosaic_sm90: .* read paths .* not nvfp4_a8q")
+      with self.assertRaisesRegex(NotImplementedError, "read paths .* not nvfp4_a8q"):
+        decode_op.resolve_decode(request, "mosaic_sm90")
+      packing = jnp.zeros((2, 16), jnp.bfloat16)
+      with self.assertRaisesRegex(
+        NotImplementedError, "'mosaic_sm90' cannot run: the kernel packs"
+      ):
+        nv.pack(packing, levels=2, implementation="mosaic_sm90")
+
+  def test_splits_fill_a_gpu(self):
+    make = lambda seqs, pages: (
+      jax.eval_shape(
+        lambda: nv.PagedKVCache.create(num_pages=8, page_size=64, num_kv_heads=8, head_dim=128)
+      ),
+      nv.RaggedBatch.for_decode(jnp.zeros((seqs, pages), jnp.int32), jnp.zeros((seqs,), jnp.int32)),
+    )
+    splits = decode_op._splits_to_fill_a_gpu
+    self.assertEqual(splits(*make(64, 128)), 1)  # 512 programs are enough
+    self.assertEqual(splits(*make(1, 512)), 32)
+    self.assertEqual(splits(*make(1, 32)), 4)  # 2048 keys: no split under 512
+    self.assertEqual(splits(*make(1, 1)), 1)
+
+
+if __name__ == "__main__":
+  absltest.main()
