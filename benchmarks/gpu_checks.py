@@ -1,0 +1,149 @@
+"""Are the kernels right on this GPU: bits against the definition, numbers against float64.
+
+The definition itself is compiled for the GPU too and must round there as on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import nvfp4_pallas as nv
+from benchmarks import small
+from nvfp4_pallas import format as nvfp4
+from nvfp4_pallas.read_paths import READ_PATHS, AttentionSpec, round_q
+
+
+def check_definition() -> str:
+  """The definition's rounding, compiled for the GPU, equals the same on the CPU bit for bit."""
+  x = jnp.asarray(np.random.default_rng(2).standard_normal((4096, 128)), jnp.float32)
+  wrong = {}
+  for levels, search in ((1, "amax"), (1, "four_over_six"), (2, "amax")):
+    encode = functools.partial(nvfp4.encode, levels=levels, scale_search=search)
+    for g in (1.0, 0.37):
+      rounded = lambda x, g=g, encode=encode: encode(x, g)
+      wrong[f"encode {levels} {search} {g}"] = count_different(
+        jax.jit(rounded)(x), on_cpu(rounded, x)
+      )
+  for path in READ_PATHS:
+    rounded = functools.partial(round_q, spec=AttentionSpec(path, True, 1.0))
+    wrong[f"round_q {path}"] = count_different(jax.jit(rounded)(x), on_cpu(rounded, x))
+  if any(wrong.values()):
+    raise AssertionError(f"values that differ: {wrong}")
+  return "check definition: rounded the same on the GPU and on the CPU"
+
+
+def check_pack() -> str:
+  """Every kind of block under three global scales, on the GPU and by the definition on the CPU."""
+  r = np.random.default_rng(0)
+  x = r.standard_normal((4099, 48)) * np.exp(r.uniform(-9, 9, (4099, 1)))
+  x[::7, 3], x[5::31, 17], x[9::53, 40], x[11::40] = 0, np.nan, np.inf, 0
+  wrong = 0
+  for dtype in ("bfloat16", "float32", "float16"):
+    values = jnp.asarray(x, dtype)
+    for scale in (1.0, 0.37, 2.0**-6):
+      got = jax.jit(lambda v, s=scale: nv.pack(v, s, implementation="mosaic_sm90"))(values)
+      want = on_cpu(lambda v, s=scale: nvfp4.encode(v, s), values)
+      wrong += count_different(got, want)
+      back = jax.jit(lambda a: nv.unpack(a, jnp.float32, implementation="mosaic_sm90"))(got)
+      wrong += count_different(back, on_cpu(lambda a: nvfp4.decode(a, jnp.float32), want))
+  if wrong:
+    raise AssertionError(f"{wrong} values differ from the definition")
+  return "check pack and unpack: every byte equals the definition"
+
+
+def append_by(implementation: str):
+  return lambda cache, k, v, slots: nv.append(
+    cache, k, v, slot_mapping=slots, implementation=implementation
+  )
+
+
+def check_append() -> str:
+  r = np.random.default_rng(1)
+  wrong = 0
+  for k_format, v_format in (("nvfp4", "nvfp4"), ("fp8", "nvfp4"), ("bf16", "bf16")):
+    scale = 1.0 if k_format == "bf16" else jnp.asarray([0.3, 1.0, 2.7])
+    cache = nv.PagedKVCache.create(
+      num_pages=9,
+      page_size=16,
+      num_kv_heads=3,
+      head_dim=96,
+      v_head_dim=64,
+      k_format=k_format,
+      v_format=v_format,
+      k_global_scale=scale,
+    )
+    cache = jax.tree.map(
+      lambda a: (
+        a
+        if a.dtype == jnp.float32
+        else jnp.asarray(
+          r.integers(0, 255, a.nbytes, dtype=np.uint8).view(a.dtype).reshape(a.shape)
+        )
+      ),
+      cache,
+    )
+    k, v = (jnp.asarray(r.standard_normal((70, 3, d)), jnp.bfloat16) for d in (96, 64))
+    slots = jnp.asarray(np.where(r.random(70) < 0.2, -1, r.permutation(200)[:70]), jnp.int32)
+    got = jax.jit(append_by("mosaic_sm90"))(cache, k, v, slots)
+    wrong += count_different(got, on_cpu(append_by("xla"), cache, k, v, slots))
+  if wrong:
+    raise AssertionError(f"{wrong} values differ from the definition")
+  return "check append: every byte of the cache equals the definition"
+
+
+def check_attention(inputs: small.Inputs) -> str:
+  errors = {}
+  for variant in small.VARIANTS:
+    try:
+      error = small.attention_row(inputs, variant, "mosaic_sm90").kernel_error
+    except NotImplementedError:
+      continue  # the timing table names the reason
+    errors[f"{variant.read_path} {variant.k_format} K, {variant.q_levels} levels"] = error
+  # Weights are rounded to bfloat16, 2^-8 at most; 5e-3 is the contract's limit for the mean.
+  bad = {name: error for name, error in errors.items() if not error <= 5e-3}
+  if bad:
+    raise AssertionError(f"{inputs.phase}, {inputs.data}: relative errors {bad}")
+  worst = max(errors.values())
+  return f"check {inputs.phase}, {inputs.data}: {len(errors)} kernels, worst mean error {worst:.1e}"
+
+
+def check_repeats() -> str:
+  inputs = small.gaussian("chunk", 3, 40, 700)
+  cache, batch = small.filled_cache(inputs, small.Variant("nvfp4_dequant", "nvfp4", "nvfp4"))
+  q = inputs.q.reshape(-1, *inputs.q.shape[2:])
+  run = jax.jit(functools.partial(nv.prefill, read_path="nvfp4_dequant"))
+  first = run(q, cache, batch)
+  for _ in range(100):
+    if count_different(run(q, cache, batch), first):
+      raise AssertionError("the same inputs gave other bits")
+  return "check repeats: 100 times the same bits"
+
+
+CHECKS = (
+  check_definition,
+  check_pack,
+  check_append,
+  *(functools.partial(check_attention, i) for i in small.small_shapes() + small.real_layers()),
+  check_repeats,
+)
+
+
+def on_cpu(function, *arguments):
+  device = jax.devices("cpu")[0]
+  with jax.default_device(device):
+    return jax.jit(function)(*jax.device_put(arguments, device))
+
+
+def count_different(a, b) -> int:
+  """Values that differ in a bit; any NaN equals any other, devices make different ones."""
+  count = 0
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    x, y = np.asarray(x), np.asarray(y)
+    both_nan = np.isnan(x.astype(np.float32)) & np.isnan(y.astype(np.float32))
+    different = x.reshape(-1).view(f"u{x.itemsize}") != y.reshape(-1).view(f"u{x.itemsize}")
+    count += int((different.reshape(x.shape) & ~both_nan).sum())
+  return count
