@@ -123,12 +123,40 @@ def check_repeats() -> str:
   return "check repeats: 100 times the same bits"
 
 
+def check_large_cache() -> str:
+  """4.3e9 bytes of codes in one array, past 32-bit offsets: the last pages act as the first do."""
+  num_pages, page_size, heads, dim, tokens = 2**17 + 8, 64, 8, 128, 100
+  cache = nv.PagedKVCache.create(
+    num_pages=num_pages, page_size=page_size, num_kv_heads=heads, head_dim=dim
+  )
+  last = num_pages - 1
+  table = jnp.asarray([[0, 1], [last - 1, last]], jnp.int32)
+  k, v = jax.random.normal(jax.random.key(0), (2, tokens, heads, dim), jnp.bfloat16)
+  lens = jnp.full((2,), tokens, jnp.int32)
+  starts = jnp.asarray([0, tokens, 2 * tokens], jnp.int32)
+  twice = lambda x: jnp.concatenate([x, x])
+  append = jax.jit(nv.append, donate_argnums=0)
+  cache = append(cache, twice(k), twice(v), nv.RaggedBatch(table, lens, starts))
+  pages = jax.jit(lambda pool: [pool.data[table], pool.block_scale[table]])
+  q = twice(jax.random.normal(jax.random.key(1), (1, 4 * heads, dim), jnp.bfloat16))
+  decode = jax.jit(functools.partial(nv.decode, read_path="nvfp4_dequant"))
+  results = decode(q, cache, nv.RaggedBatch.for_decode(table, lens))
+  for name, arrays in (("K", pages(cache.k)), ("V", pages(cache.v)), ("decode", results)):
+    for a in arrays:
+      if count_different(a[0], a[1]):
+        raise AssertionError(f"{name}: the last pages differ from the first")
+      if not np.asarray(a[0]).astype(np.float32).any():
+        raise AssertionError(f"{name}: nothing was written")
+  return f"check large cache: page {last} of {cache.k.nbytes / 1e9:.1f} GB of K equals page 0"
+
+
 CHECKS = (
   check_definition,
   check_pack,
   check_append,
   *(functools.partial(check_attention, i) for i in small.small_shapes() + small.real_layers()),
   check_repeats,
+  check_large_cache,
 )
 
 
