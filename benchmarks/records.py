@@ -7,6 +7,7 @@ import datetime
 import functools
 import hashlib
 import json
+import math
 import pathlib
 import subprocess
 
@@ -113,7 +114,15 @@ def kernel_hash() -> str:
 
 def write(rows: list[Row], path: pathlib.Path) -> None:
   path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text("".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows))
+  path.write_text("".join(json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows))
+
+
+def _finite(row: Row) -> dict:
+  """The row with null for an infinite signal-to-noise ratio, which JSON cannot say."""
+  fields = dataclasses.asdict(row)
+  if row.snr_db:
+    fields["snr_db"] = {k: v if math.isfinite(v) else None for k, v in row.snr_db.items()}
+  return fields
 
 
 def read(path: pathlib.Path) -> list[dict]:

@@ -173,16 +173,16 @@ def _read(pool: PagePool, page_ids: jax.Array) -> jax.Array:
   return jnp.swapaxes(values, 1, 2).reshape(-1, pool.num_kv_heads, pool.head_dim)
 
 
-def wide_keys(k: jax.Array, v: jax.Array, start, count, first, tile: int) -> Keys:
+def wide_keys(k: jax.Array, v: jax.Array, start, count, first) -> Keys:
   """`count` keys of this step from rows start.. of k, v [tokens, heads, dim], not yet quantised."""
 
   def load(number):
-    rows = start + number * tile + jnp.arange(tile, dtype=jnp.int32)
+    rows = start + number * KEYS_PER_TILE + jnp.arange(KEYS_PER_TILE, dtype=jnp.int32)
     new_k, new_v = (through(a.at[rows].get(mode="clip"), jnp.bfloat16) for a in (k, v))
     return new_k, new_v
 
   ones = jnp.ones((k.shape[1],), jnp.float32)
-  return Keys(load, tile, first, count, ones, ones)
+  return Keys(load, KEYS_PER_TILE, first, count, ones, ones)
 
 
 def visible_tiles(keys: Keys, first_position, last_position, spec: AttentionSpec) -> TileRange:

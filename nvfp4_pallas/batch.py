@@ -69,10 +69,12 @@ def slot_mapping(batch: RaggedBatch, page_size: int, num_tokens: int) -> jax.Arr
   """
   if batch.num_seqs == 0 or batch.max_pages == 0:
     return jnp.full((num_tokens,), -1, jnp.int32)
+  batch = jax.tree.map(jnp.asarray, batch)
   seq, position, real = token_places(batch, num_tokens)
   index = position // page_size
   page = batch.page_table.at[seq, index].get(mode="fill", fill_value=-1)
-  real &= (position >= 0) & (page >= 0)
+  # A page number whose slots do not fit into int32 is past every pool.
+  real &= (position >= 0) & (page >= 0) & (page < (2**31 - 1) // page_size)
   return jnp.where(real, page * page_size + position % page_size, -1)
 
 
@@ -93,13 +95,16 @@ def check_batch(
     dtype = getattr(batch, name).dtype
     if dtype != jnp.int32:
       raise ValueError(f"{name} must be int32, got {dtype}")
-  if any(isinstance(a, Tracer) for a in jax.tree.leaves(batch)):
-    return
-  _check_values(batch, num_tokens, page_size, appends)
+  lens_known, cu_known = (not isinstance(a, Tracer) for a in (batch.kv_lens, batch.cu_q_lens))
+  if cu_known:
+    _check_cu_q_lens(np.asarray(batch.cu_q_lens), num_tokens)
+  if lens_known:
+    _check_kv_lens(np.asarray(batch.kv_lens), batch.max_pages, page_size)
+  if appends and lens_known and cu_known:
+    _check_counted(np.asarray(batch.kv_lens), np.diff(np.asarray(batch.cu_q_lens)))
 
 
-def _check_values(batch: RaggedBatch, num_tokens: int, page_size: int, appends: bool) -> None:
-  kv_lens, cu_q_lens = np.asarray(batch.kv_lens), np.asarray(batch.cu_q_lens)
+def _check_cu_q_lens(cu_q_lens: np.ndarray, num_tokens: int) -> None:
   if cu_q_lens[0] != 0:
     raise ValueError(f"cu_q_lens must start at 0, got {cu_q_lens[0]}")
   q_lens = np.diff(cu_q_lens)
@@ -110,19 +115,25 @@ def _check_values(batch: RaggedBatch, num_tokens: int, page_size: int, appends: 
     )
   if cu_q_lens[-1] > num_tokens:
     raise ValueError(f"cu_q_lens must end at most at {num_tokens} tokens, got {cu_q_lens[-1]}")
+
+
+def _check_kv_lens(kv_lens: np.ndarray, max_pages: int, page_size: int) -> None:
   if (kv_lens < 0).any():
     s = int(np.argmax(kv_lens < 0))
     raise ValueError(f"kv_lens must not be negative, got {kv_lens[s]} at {s}")
-  if appends and (q_lens > kv_lens).any():
+  room = max_pages * page_size
+  if (kv_lens > room).any():
+    s = int(np.argmax(kv_lens > room))
+    raise ValueError(
+      f"page_table must be wide enough for kv_lens: {max_pages} pages of {page_size} hold "
+      f"{room} tokens, kv_lens[{s}] is {kv_lens[s]}"
+    )
+
+
+def _check_counted(kv_lens: np.ndarray, q_lens: np.ndarray) -> None:
+  if (q_lens > kv_lens).any():
     s = int(np.argmax(q_lens > kv_lens))
     raise ValueError(
       "kv_lens must count this step's tokens, "
       f"kv_lens[{s}] is {kv_lens[s]} for {q_lens[s]} new rows"
-    )
-  room = batch.max_pages * page_size
-  if (kv_lens > room).any():
-    s = int(np.argmax(kv_lens > room))
-    raise ValueError(
-      f"page_table must be wide enough for kv_lens: {batch.max_pages} pages of {page_size} hold "
-      f"{room} tokens, kv_lens[{s}] is {kv_lens[s]}"
     )

@@ -175,7 +175,8 @@ def _empty_pool(name, format, shape, head_dim, global_scale) -> PagePool:
   if format not in KV_FORMATS:
     raise ValueError(f"{name}_format must be one of {KV_FORMATS}, got {format!r}")
   nvfp4.check_global_scale(global_scale, shape[1:2], f"{name}_global_scale")
-  scale = jnp.broadcast_to(jnp.asarray(global_scale, jnp.float32), shape[1:2])
+  # A copy: the cache is made to be donated, and what the caller gave must survive that.
+  scale = jnp.array(jnp.broadcast_to(jnp.asarray(global_scale, jnp.float32), shape[1:2]), copy=True)
   if format == "bf16":
     if not isinstance(global_scale, (int, float)) or global_scale != 1:
       raise ValueError(f"{name}_global_scale must be 1 for a bf16 cache, got {global_scale}")
@@ -256,6 +257,7 @@ def copy_pages(cache: PagedKVCache, source: jax.Array, target: jax.Array) -> Pag
     source, target: int32 [n], pages. A pair with either page outside [0, num_pages) is skipped.
       A page that stands twice in `target` gets one of its sources, which one is not promised.
   """
+  check_cache(cache)
   for name, ids in (("source", source), ("target", target)):
     if ids.ndim != 1 or ids.dtype != jnp.int32:
       raise ValueError(f"{name} must be int32 [n], got {ids.dtype} {ids.shape}")
@@ -272,6 +274,55 @@ def copy_pages(cache: PagedKVCache, source: jax.Array, target: jax.Array) -> Pag
     cache,
     is_leaf=lambda node: isinstance(node, PagePool),
   )
+
+
+def check_cache(cache: PagedKVCache) -> None:
+  """Raises ValueError (argument, rule, value) for a cache that is not as this module says."""
+  if cache.layout != LAYOUT or cache.version != LAYOUT_VERSION:
+    raise ValueError(
+      f"cache must have layout {LAYOUT!r} version {LAYOUT_VERSION}, "
+      f"got {cache.layout!r} version {cache.version}"
+    )
+  for name, pool in (("k", cache.k), ("v", cache.v)):
+    _check_pool(name, pool)
+  for axis in ("num_pages", "num_kv_heads", "page_size"):
+    k, v = getattr(cache.k, axis), getattr(cache.v, axis)
+    if k != v:
+      raise ValueError(f"cache's K and V must have the same {axis}, got {k} and {v}")
+  check_page_size(cache.page_size)
+
+
+def _check_pool(name, pool) -> None:
+  if pool.format not in KV_FORMATS:
+    raise ValueError(f"cache.{name}.format must be one of {KV_FORMATS}, got {pool.format!r}")
+  if pool.data.ndim != 4:
+    raise ValueError(
+      f"cache.{name}.data must be [pages, heads, page_size, row], got {pool.data.shape}; "
+      "use vmap or scan over a layer axis"
+    )
+  expected = {"bf16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "nvfp4": jnp.uint8}[pool.format]
+  if pool.data.dtype != expected:
+    raise ValueError(
+      f"cache.{name}.data of format {pool.format} must be {jnp.dtype(expected).name}, "
+      f"got {pool.data.dtype}"
+    )
+  check_head_dim(f"cache.{name}'s head_dim", pool.head_dim)
+  scales = (*pool.data.shape[:-1], pool.head_dim // nvfp4.SCALE_BLOCK)
+  expected_arrays = {
+    "global_scale": (jnp.float32, (pool.num_kv_heads,)) if pool.format != "bf16" else None,
+    "block_scale": (jnp.float8_e4m3fn, scales) if pool.format == "nvfp4" else None,
+  }
+  for array_name, wanted in expected_arrays.items():
+    array = getattr(pool, array_name)
+    found = None if array is None else (array.dtype, array.shape)
+    if found != wanted:
+      rule = "None" if wanted is None else f"{jnp.dtype(wanted[0]).name} {wanted[1]}"
+      got = "None" if found is None else f"{found[0]} {found[1]}"
+      raise ValueError(
+        f"cache.{name}.{array_name} of format {pool.format} must be {rule}, got {got}"
+      )
+  if pool.global_scale is not None:
+    nvfp4.check_global_scale(pool.global_scale, (pool.num_kv_heads,), f"cache.{name}.global_scale")
 
 
 def check_page_size(page_size: int) -> None:

@@ -14,7 +14,8 @@ Q' and K' are. V' is always the decoded cache, exact.
 
 `nvfp4_dequant` and `nvfp4_repack` are equal as numbers: NVFP4 without its global scale is exact in
 bfloat16; they differ in when the work is done. A4Q's second level is the residual of the first
-(groups of 16, E4M3 scales, global scale 1). A8Q scales a query row by s_q = amax / 448 and a KV
+(groups of 16, E4M3 scales, global scale 1: groups of Q whose largest value is under 2^-10 * 6
+become zero, values beyond 2688 saturate). A8Q scales a query row by s_q = amax / 448 and a KV
 head of a sequence by s_k = the least power of two that brings 6 * max(block_scale) to 448 or less.
 """
 

@@ -107,6 +107,15 @@ class BatchTest(TestCase):
     short = nv.RaggedBatch(table, jnp.asarray([18], jnp.int32), jnp.asarray([0, 4], jnp.int32))
     np.testing.assert_array_equal(slots(short), [3 * 16 + 14, 3 * 16 + 15, -1, -1])
 
+  def test_page_numbers_past_int32_slots(self):
+    for page in (2**27, 2**28 + 3, 2**31 - 1):
+      batch = nv.RaggedBatch(
+        jnp.asarray([[page]], jnp.int32),
+        jnp.asarray([2], jnp.int32),
+        jnp.asarray([0, 2], jnp.int32),
+      )
+      np.testing.assert_array_equal(nv.slot_mapping(batch, PAGE, 2), [-1, -1])
+
   def test_no_sequences(self):
     batch = nv.RaggedBatch(
       jnp.zeros((0, 3), jnp.int32), jnp.zeros((0,), jnp.int32), jnp.zeros((1,), jnp.int32)
@@ -132,6 +141,8 @@ class ErrorsTest(TestCase):
       {"slot_mapping": jnp.zeros((2,), jnp.float32)},
       r"slot_mapping must be int32 \[2\], got float32",
     ),
+    ("slots_list", {"slot_mapping": [0, 1]}, "slot_mapping must be an array, got list"),
+    ("k_list", {"k": [1.0]}, "k must be an array, got list"),
     ("who", {"implementation": "cuda"}, "implementation must be one of .* got 'cuda'"),
   )
   def test_error_names_argument_rule_and_value(self, changes, message):

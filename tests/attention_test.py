@@ -108,7 +108,8 @@ class PrefillTest(AttentionTestCase):
     built = cases.build(cases.with_formats(case, *cases.FORMATS_OF_PATH[read_path][0]))
     r = np.random.default_rng(1)
     shape = (built.q.shape[0], case.num_kv_heads, case.head_dim)
-    new_kv = tuple(jnp.asarray(r.standard_normal(shape), jnp.bfloat16) for _ in range(2))
+    # float32: they are attended to as bfloat16 all the same.
+    new_kv = tuple(jnp.asarray(r.standard_normal(shape), jnp.float32) for _ in range(2))
     for options in ({}, {"window": 11}, {"causal": False, "soft_cap": 5.0}):
       want = expected(built, built.q, read_path, new_kv=new_kv, **options)
       got = run_prefill(built, read_path, new_kv=new_kv, **options)
@@ -139,6 +140,50 @@ class PrefillTest(AttentionTestCase):
       alone = run_prefill(cases.Built(built.q[rows], built.cache, batch, {}), read_path)
       np.testing.assert_array_equal(out[rows], alone[0])
       np.testing.assert_array_equal(lse[rows], alone[1])
+
+  def test_new_kv_alone_and_in_a_batch(self):
+    case = cases.Case("chunk", q_lens=(5, 1, 40), kv_lens=(700, 1, 90), num_kv_heads=1, group=3)
+    built = cases.build(case, padding_rows=0)
+    r = np.random.default_rng(2)
+    k, v = (jnp.asarray(r.standard_normal((46, 1, 64)), jnp.bfloat16) for _ in range(2))
+    sinks = jnp.asarray([0.3, -1.0, 2.0], jnp.float32)
+    out, lse = run_prefill(built, "nvfp4_a4q", new_kv=(k, v), sinks=sinks)
+    for s in range(3):
+      rows = slice(*(int(n) for n in built.batch.cu_q_lens[s : s + 2]))
+      batch = nv.RaggedBatch(
+        built.batch.page_table[s : s + 1],
+        built.batch.kv_lens[s : s + 1],
+        jnp.asarray([0, rows.stop - rows.start], jnp.int32),
+      )
+      one = cases.Built(built.q[rows], built.cache, batch, {})
+      alone = run_prefill(one, "nvfp4_a4q", new_kv=(k[rows], v[rows]), sinks=sinks)
+      np.testing.assert_array_equal(out[rows], alone[0])
+      np.testing.assert_array_equal(lse[rows], alone[1])
+
+  def test_nothing_to_attend_to(self):
+    """No rows, no sequences, no pages, with and without a new chunk."""
+    built = cases.build(cases.Case("some", q_lens=(2,), kv_lens=(2,)), padding_rows=0)
+    none = nv.RaggedBatch(
+      jnp.zeros((0, 3), jnp.int32), jnp.zeros((0,), jnp.int32), jnp.zeros((1,), jnp.int32)
+    )
+    no_pages = nv.RaggedBatch(
+      jnp.zeros((1, 0), jnp.int32), jnp.zeros((1,), jnp.int32), jnp.asarray([0, 1], jnp.int32)
+    )
+    no_rows = nv.RaggedBatch(
+      built.batch.page_table, built.batch.kv_lens, jnp.zeros((2,), jnp.int32)
+    )
+    for batch, tokens in ((none, 0), (none, 3), (no_pages, 1), (no_rows, 0)):
+      q = jnp.ones((tokens, 8, 64), jnp.bfloat16)
+      kv = jnp.ones((tokens, 2, 64), jnp.bfloat16)
+      for new_kv in (None, (kv, kv)) if batch is not no_pages else (None,):
+        for path in ("nvfp4_dequant", "nvfp4_a8q"):
+          out, lse = nv.prefill(q, built.cache, batch, read_path=path, new_kv=new_kv)
+          self.assertEqual((out.shape, lse.dtype), ((tokens, 8, 64), jnp.float32))
+          self.assertTrue((np.asarray(out) == 0).all() and np.isneginf(lse).all())
+    for batch, tokens in ((none, 0), (no_pages, 1)):
+      q = jnp.ones((tokens, 8, 64), jnp.bfloat16)
+      out, lse = nv.decode(q, built.cache, batch, read_path="nvfp4_a8q")
+      self.assertTrue((np.asarray(out) == 0).all() and np.isneginf(lse).all())
 
 
 class DecodeTest(AttentionTestCase):
@@ -174,6 +219,24 @@ class DecodeTest(AttentionTestCase):
     got = nv.prefill(q, built.cache, built.batch, read_path="nvfp4_dequant")
     self.assert_within_bounds(got, want)
     self.assert_within_bounds(run_decode(built, "nvfp4_dequant"), want)
+
+  @parameterized.product(group=(3, 5), num_splits=(1, 2), soft_cap=(None, 4.0))
+  def test_batch_invariant_shapes(self, group, num_splits, soft_cap):
+    lens = (1190, 515, 3, 777)
+    case = cases.Case("invariant", kv_lens=lens, num_kv_heads=1, group=group, page_size=64)
+    built = cases.build(cases.decode_case(case))
+    options = {"num_splits": num_splits, "soft_cap": soft_cap, "batch_invariant": True}
+    options["sinks"] = jnp.linspace(-1, 1, group, dtype=jnp.float32)
+    out, lse = run_decode(built, "nvfp4_a4q", **options)
+    for s in range(len(lens)):
+      one = nv.RaggedBatch.for_decode(
+        built.batch.page_table[s : s + 1], built.batch.kv_lens[s : s + 1]
+      )
+      alone = run_decode(
+        cases.Built(built.q[s : s + 1], built.cache, one, {}), "nvfp4_a4q", **options
+      )
+      np.testing.assert_array_equal(out[s], alone[0][0])
+      np.testing.assert_array_equal(lse[s], alone[1][0])
 
   def test_batch_invariant(self):
     built = cases.build(cases.decode_case(cases.LONG[0]))
@@ -259,6 +322,12 @@ class MergeStatesTest(TestCase):
     for merged in (nv.merge_states(some, none), nv.merge_states(none, some)):
       jax.tree.map(np.testing.assert_array_equal, merged, some)
     jax.tree.map(np.testing.assert_array_equal, nv.merge_states(none, none), none)
+
+  @parameterized.parameters("bfloat16", "float16", "float32")
+  def test_keeps_the_dtype(self, dtype):
+    state = jnp.ones((2, 3), dtype), jnp.zeros((2,), jnp.float32)
+    out, lse = nv.merge_states(state, state)
+    self.assertEqual((out.dtype, lse.dtype), (jnp.dtype(dtype), jnp.float32))
 
   def test_far_apart_and_equal(self):
     a = jnp.zeros((1, 2), jnp.float32), jnp.asarray([-500.0], jnp.float32)

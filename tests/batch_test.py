@@ -70,6 +70,23 @@ class ChecksTest(TestCase):
     with self.assertRaisesRegex(ValueError, message):
       self.check(dataclasses.replace(GOOD, **changes))
 
+  def test_what_is_known_is_checked_beside_what_is_not(self):
+    too_long, falling = i32(5, 0, 33), i32(0, 5, 4, 6)
+
+    @jax.jit
+    def f(table):
+      self.check(dataclasses.replace(GOOD, page_table=table, kv_lens=too_long))
+
+    with self.assertRaisesRegex(ValueError, "page_table must be wide enough"):
+      f(GOOD.page_table)
+
+    @jax.jit
+    def g(kv_lens):
+      self.check(dataclasses.replace(GOOD, kv_lens=kv_lens, cu_q_lens=falling))
+
+    with self.assertRaisesRegex(ValueError, "cu_q_lens must ascend"):
+      g(GOOD.kv_lens)
+
   def test_values_are_not_asked_for_in_jit(self):
     def f(batch):
       self.check(batch)

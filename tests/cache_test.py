@@ -85,8 +85,27 @@ class LayoutTest(TestCase):
     stored = np.asarray(cache.k.data[0, 0, 0]).astype(np.float32)
     np.testing.assert_array_equal(stored[:5], [448, -448, np.nan, np.nan, 6])
 
+  def test_fp8_divides_exactly(self):
+    """By a global scale that is no power of two, compiled, against numpy's own division."""
+    cache = small_cache(k_format="fp8", k_global_scale=0.37, num_pages=64)
+    k = np.random.default_rng(4).standard_normal((1024, 3, 64)).astype(ml_dtypes.bfloat16)
+    slots = jnp.arange(1024, dtype=jnp.int32)
+    append = jax.jit(lambda c, k, s: nv.append(c, k, k, slot_mapping=s))
+    stored = np.asarray(append(cache, jnp.asarray(k), slots).k.data)
+    expected = (k.astype(np.float32) / np.float32(0.37)).astype(ml_dtypes.float8_e4m3fn)
+    got = np.swapaxes(stored, 1, 2).reshape(1024, 3, 64)
+    np.testing.assert_array_equal(raw(got), raw(expected))
+
 
 class CreateTest(TestCase):
+  def test_global_scale_survives_donation(self):
+    scale = jnp.asarray([0.5, 1.0, 2.0], jnp.float32)
+    cache = small_cache(k_global_scale=scale, v_global_scale=scale)
+    x = jnp.ones((1, 3, 64), jnp.bfloat16)
+    append = jax.jit(lambda c, x, s: nv.append(c, x, x, slot_mapping=s), donate_argnums=0)
+    append(cache, x, jnp.zeros((1,), jnp.int32))
+    np.testing.assert_array_equal(scale, [0.5, 1.0, 2.0])
+
   @parameterized.parameters(
     ("bf16", None, 4.0), ("fp8", None, 2.0), ("nvfp4", None, 9 / 8), ("fp8", "nvfp4", 25 / 16)
   )
@@ -131,11 +150,11 @@ class CopyPagesTest(TestCase):
       lambda a: jnp.asarray(r.integers(0, 256, raw(a).shape, dtype=np.uint8).view(a.dtype)),
       small_cache(k_format=format, num_pages=6),
     )
-    source, target = np.array([1, 4, 2, 9, 3, -1]), np.array([3, 0, 1, 2, 17, 5])
+    source, target = np.array([1, 4, 2, 9, 3, -1, 0]), np.array([3, 0, 1, 2, 17, 5, -1])
     copied = jax.jit(nv.copy_pages)(
       cache, jnp.asarray(source, jnp.int32), jnp.asarray(target, jnp.int32)
     )
-    # (9 -> 2), (3 -> 17) and (-1 -> 5) leave the pool on one side: skipped.
+    # (9 -> 2), (3 -> 17), (-1 -> 5) and (0 -> -1) leave the pool on one side: skipped.
     expected_pages = [4, 2, 2, 1, 4, 5]
     for pool in ("k", "v"):
       for name in ("data", "block_scale"):
@@ -170,14 +189,14 @@ class ForeignCacheTest(TestCase):
     (
       "no_scales",
       lambda c: dataclasses.replace(c, k=dataclasses.replace(c.k, block_scale=None)),
-      "cache.k.block_scale must have shape .* got None",
+      "cache.k.block_scale of format nvfp4 must be float8_e4m3fn .* got None",
     ),
     (
       "scale_dtype",
       lambda c: dataclasses.replace(
         c, v=dataclasses.replace(c.v, block_scale=c.v.block_scale.astype(jnp.float32))
       ),
-      "cache.v.block_scale must be float8_e4m3fn, got float32",
+      "cache.v.block_scale .* must be float8_e4m3fn .* got float32",
     ),
     (
       "data_dtype",
@@ -187,7 +206,7 @@ class ForeignCacheTest(TestCase):
     (
       "no_global_scale",
       lambda c: dataclasses.replace(c, k=dataclasses.replace(c.k, global_scale=None)),
-      "cache.k.global_scale must be float32",
+      r"cache.k.global_scale .* must be float32 \(3,\), got None",
     ),
     (
       "negative_global_scale",
@@ -201,11 +220,29 @@ class ForeignCacheTest(TestCase):
       lambda c: dataclasses.replace(c, v=small_cache(num_pages=5).v),
       "K and V must have the same num_pages, got 4 and 5",
     ),
+    (
+      "scalar_global_scale",
+      lambda c: dataclasses.replace(c, k=dataclasses.replace(c.k, global_scale=jnp.float32(1))),
+      r"cache.k.global_scale .* must be float32 \(3,\), got float32 \(\)",
+    ),
+    (
+      "uneven_heads",
+      lambda c: dataclasses.replace(c, v=small_cache(num_kv_heads=2).v),
+      "K and V must have the same num_kv_heads, got 3 and 2",
+    ),
+    (
+      "uneven_page_size",
+      lambda c: dataclasses.replace(c, v=small_cache(page_size=32).v),
+      "K and V must have the same page_size, got 16 and 32",
+    ),
     ("stacked", lambda c: jax.tree.map(lambda a: a[None], c), "use vmap or scan over a layer axis"),
   )
   def test_refused(self, change, message):
     with self.assertRaisesRegex(ValueError, message):
       self.append(change(small_cache()))
+    ids = jnp.zeros((1,), jnp.int32)
+    with self.assertRaisesRegex(ValueError, message):
+      nv.copy_pages(change(small_cache()), ids, ids)
 
 
 class EncodeRowsTest(TestCase):

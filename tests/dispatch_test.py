@@ -3,7 +3,9 @@
 import ast
 import pathlib
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from absl.testing import absltest, parameterized
 
 import nvfp4_pallas as nv
@@ -85,7 +87,10 @@ class AttentionArgumentsTest(TestCase):
     ("q_dtype", {"q": jnp.zeros((2, 8, 64), jnp.int32)}, "q must be bfloat16.* got int32"),
     ("ratio", {"q": jnp.zeros((2, 7, 64))}, "num_q_heads must be a multiple .* 2, got 7"),
     ("no_heads", {"q": jnp.zeros((2, 0, 64))}, "num_q_heads must be a multiple .* 2, got 0"),
-    ("window", {"window": 0}, "window must be at least 1, got 0"),
+    ("q_list", {"q": [1.0]}, "q must be an array, got list"),
+    ("sinks_list", {"sinks": [0.0] * 8}, "sinks must be an array, got list"),
+    ("part_window", {"window": 2.5}, "window must be a whole number, got 2.5"),
+    ("window", {"window": 0}, "window must be at least 1 .* got 0"),
     ("soft_cap", {"soft_cap": -1.0}, "soft_cap must be positive, got -1.0"),
     ("sm_scale", {"sm_scale": float("nan")}, "sm_scale must be finite, got nan"),
     ("q_levels", {"q_levels": 3}, "q_levels must be one of .* got 3"),
@@ -111,8 +116,37 @@ class AttentionArgumentsTest(TestCase):
     uneven = nv.RaggedBatch(batch.page_table, batch.kv_lens, jnp.asarray([0, 2, 2], jnp.int32))
     with self.assertRaisesRegex(ValueError, r"cu_q_lens must be 0..2 for decode"):
       nv.decode(self.built.q, batch=uneven, **arguments)
-    with self.assertRaisesRegex(ValueError, "num_splits must be at least 1, got 0"):
+    with self.assertRaisesRegex(ValueError, "num_splits must be a whole number .* got 0"):
       nv.decode(self.built.q, batch=batch, num_splits=0, **arguments)
+
+  def test_numbers_that_make_the_kernel_must_be_known(self):
+    for name in ("sm_scale", "window", "soft_cap"):
+      for operation in (nv.prefill, nv.decode):
+
+        @jax.jit
+        def call(value, name=name, operation=operation):
+          built = self.built
+          options = {"read_path": "nvfp4_dequant", name: value}
+          return operation(built.q, built.cache, built.batch, **options)
+
+        with self.assertRaisesRegex(ValueError, f"{name} must be a number known when"):
+          call(2)
+
+  def test_numpy_arrays_are_as_good(self):
+    built = self.built
+    arguments = built.q, built.cache, built.batch
+    for operation in (nv.prefill, nv.decode):
+      for given in (arguments, jax.tree.map(np.asarray, arguments)):
+        out, _ = operation(*given, read_path="nvfp4_dequant", sm_scale=np.float32(0.1))
+        np.testing.assert_array_equal(
+          out, operation(*arguments, read_path="nvfp4_dequant", sm_scale=float(np.float32(0.1)))[0]
+        )
+    k = np.ones((2, 2, 64), np.float32)
+    for batch in (built.batch, jax.tree.map(np.asarray, built.batch)):
+      appended = nv.append(built.cache, k, k, batch)
+      np.testing.assert_array_equal(
+        appended.k.data, nv.append(built.cache, *(jnp.asarray(k),) * 2, built.batch).k.data
+      )
 
   def test_new_kv(self):
     arguments = {"cache": self.built.cache, "batch": self.built.batch, "read_path": "nvfp4_dequant"}

@@ -237,6 +237,14 @@ class LevelsTest(TestCase):
     decoded = jax.jit(lambda a: nvfp4.decode(a, jnp.float32))(packed)
     np.testing.assert_array_equal(decoded, first + second)
 
+  def test_residual_is_searched_too(self):
+    x = np.random.default_rng(6).standard_normal((20, 64)).astype(np.float32)
+    packed = nvfp4.encode(jnp.asarray(x), levels=2, scale_search="four_over_six")
+    first = oracle.decode(packed.codes, packed.block_scale).astype(np.float32)
+    codes, scales = oracle.encode(x - first, 1.0, "four_over_six")
+    np.testing.assert_array_equal(packed.residual.codes, codes)
+    np.testing.assert_array_equal(np.asarray(packed.residual.block_scale).view(np.uint8), scales)
+
 
 class QualityOfFormatTest(TestCase):
   """Signal to noise on Gaussian data: the published and independently measured figures."""

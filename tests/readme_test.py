@@ -23,6 +23,10 @@ class ReadmeTest(TestCase):
     code = [line for line in example.splitlines() if line.strip() and not line.startswith("#")]
     self.assertLessEqual(len(code), 22)
 
+  def test_nothing_is_left_to_fill_in(self):
+    prose = re.sub(r"```python\n.*?```", "", README, flags=re.DOTALL)
+    self.assertNotRegex(prose, r"@\w|TODO|FIXME")
+
   def test_commands(self):
     for command in ("python3 -m benchmarks", "python3 -m tests"):
       self.assertIn(f"\n    {command} ", README)

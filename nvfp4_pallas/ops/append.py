@@ -11,7 +11,7 @@ from nvfp4_pallas.batch import RaggedBatch, check_batch
 from nvfp4_pallas.batch import slot_mapping as batch_slots
 from nvfp4_pallas.cache import PagedKVCache, PagePool, encode_rows, pool_arrays, put, with_arrays
 from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
-from nvfp4_pallas.ops.checks import check_cache, check_kv
+from nvfp4_pallas.ops.checks import as_jax, check_cache, check_is_array, check_kv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,10 +69,12 @@ def append(
   if batch is not None:
     check_batch(batch, num_tokens=k.shape[0], page_size=cache.page_size, appends=True)
     slot_mapping = batch_slots(batch, cache.page_size, k.shape[0])
+  check_is_array("slot_mapping", slot_mapping)
   if slot_mapping.shape != k.shape[:1] or slot_mapping.dtype != jnp.int32:
     raise ValueError(
       f"slot_mapping must be int32 [{k.shape[0]}], got {slot_mapping.dtype} {slot_mapping.shape}"
     )
+  cache, k, v, slot_mapping = as_jax(cache, k, v, slot_mapping)
   return resolve_append(append_request(cache, k, v), implementation).function(
     cache, k, v, slot_mapping
   )

@@ -5,16 +5,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 
 from nvfp4_pallas import attention
 from nvfp4_pallas.batch import RaggedBatch
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
-from nvfp4_pallas.ops.checks import check_attention
+from nvfp4_pallas.ops.checks import as_jax, check_attention
 from nvfp4_pallas.ops.merge import merge_splits
-from nvfp4_pallas.ops.request import AttentionRequest, attention_request, default_sm_scale
-from nvfp4_pallas.read_paths import AttentionSpec, round_q
+from nvfp4_pallas.ops.request import AttentionRequest, attention_request, attention_spec
+from nvfp4_pallas.read_paths import round_q
 
 
 def decode(
@@ -55,17 +56,23 @@ def decode(
 
   Source: split-KV after FlashDecoding (arXiv:2311.01282).
   """
-  sm_scale = default_sm_scale(q) if sm_scale is None else sm_scale
-  # One newest token sees all keys: causal or not is the same.
-  spec = AttentionSpec(read_path, True, sm_scale, window, soft_cap, q_levels)
+  spec = attention_spec(
+    q,
+    read_path,
+    causal=True,  # or not: one newest token sees all keys
+    sm_scale=sm_scale,
+    window=window,
+    soft_cap=soft_cap,
+    q_levels=q_levels,
+  )
   _check_one_token_each(q, batch)
   check_attention(q, cache, batch, spec, sinks)
-  if num_splits is not None and num_splits < 1:
-    raise ValueError(f"num_splits must be at least 1, got {num_splits}")
+  if num_splits is not None and (not isinstance(num_splits, int) or num_splits < 1):
+    raise ValueError(f"num_splits must be a whole number of at least 1, got {num_splits}")
+  q, cache, batch, sinks = as_jax(q, cache, batch, sinks)
   request = attention_request(q, cache, spec)
   resolved = resolve_decode(request, implementation)
-  out, lse = resolved.function(q, cache, batch, spec, num_splits, batch_invariant)
-  out, lse = attention.add_sinks((out, lse), sinks)
+  out, lse = resolved.function(q, cache, batch, spec, num_splits, batch_invariant, sinks)
   return out.astype(q.dtype), lse
 
 
@@ -84,14 +91,19 @@ def _check_one_token_each(q, batch: RaggedBatch) -> None:
     raise ValueError(f"cu_q_lens must be 0..{batch.num_seqs} for decode, got {batch.cu_q_lens}")
 
 
-def _decode_xla(q, cache, batch, spec, num_splits, batch_invariant):
-  """Splits in whole key tiles, by each sequence's own length: always batch invariant."""
+def _decode_xla(q, cache, batch, spec, num_splits, batch_invariant, sinks):
+  """Sequence by sequence, each in arrays of its own: always batch invariant."""
   del batch_invariant
   num_splits = 1 if num_splits is None else num_splits
-  a8q = spec.read_path == "nvfp4_a8q"
-  scales = attention.k_e4m3_scales(cache, batch.page_table, batch.kv_lens) if a8q else None
+  if 0 in (batch.num_seqs, batch.max_pages):
+    out = jnp.zeros((*q.shape[:2], cache.v.head_dim), jnp.float32)
+    return out, jnp.full(q.shape[:2], attention.NEG_INF, jnp.float32)
+  scales = None
+  if spec.read_path == "nvfp4_a8q":
+    scales = attention.k_e4m3_scales(cache, batch.page_table, batch.kv_lens)
 
-  def of_sequence(q_row, page_row, kv_len, k_e4m3_scale):
+  def of_sequence(arguments):
+    q_row, page_row, kv_len, k_e4m3_scale = arguments
     keys = attention.cached_keys(cache, page_row, kv_len, k_e4m3_scale)
     position = kv_len - 1
     begin, end = attention.visible_tiles(keys, position, position, spec)
@@ -100,16 +112,16 @@ def _decode_xla(q, cache, batch, spec, num_splits, batch_invariant):
     def of_split(split):
       first = jnp.minimum(begin + split * step, end)
       tiles = first, jnp.minimum(first + step, end)
-      return attention.attend(q_row[None], position[None], keys, spec, tiles)
+      out, lse = attention.attend(q_row[None], position[None], keys, spec, tiles)
+      return out[0], lse[0]
 
-    out, lse = jax.vmap(of_split)(jnp.arange(num_splits, dtype=jnp.int32))
-    return merge_splits(out[:, 0], lse[:, 0])
+    out, lse = lax.map(of_split, jnp.arange(num_splits, dtype=jnp.int32))
+    return attention.add_sinks(merge_splits(out, lse), sinks)
 
-  q = round_q(q, spec)
-  return jax.vmap(of_sequence)(q, batch.page_table, batch.kv_lens, scales)
+  return lax.map(of_sequence, (round_q(q, spec), batch.page_table, batch.kv_lens, scales))
 
 
-def _decode_mosaic_sm90(q, cache, batch, spec, num_splits, batch_invariant):
+def _decode_mosaic_sm90(q, cache, batch, spec, num_splits, batch_invariant, sinks):
   from nvfp4_pallas.kernels import attention_mosaic_sm90 as kernel
 
   if num_splits is None:
@@ -123,7 +135,8 @@ def _decode_mosaic_sm90(q, cache, batch, spec, num_splits, batch_invariant):
     max_q_len=1,
     interpret=current_target().interpret,
   )
-  return (out, lse) if num_splits == 1 else merge_splits(out, lse)
+  state = (out, lse) if num_splits == 1 else merge_splits(out, lse)
+  return attention.add_sinks(state, sinks)
 
 
 def _splits_to_fill_a_gpu(cache: PagedKVCache, batch: RaggedBatch) -> int:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from nvfp4_pallas.attention import merge_two
+from nvfp4_pallas.ops.checks import FLOAT_DTYPES, as_jax
 
 
 def merge_states(
@@ -38,6 +39,9 @@ def merge_states(
       "first and second must have outs of equal shape and dtype, got "
       f"{first[0].dtype} {first[0].shape} and {second[0].dtype} {second[0].shape}"
     )
+  first, second = as_jax(first, second)
+  if first[0].dtype not in FLOAT_DTYPES:
+    raise ValueError(f"first's out must be bfloat16, float16 or float32, got {first[0].dtype}")
   dtype = first[0].dtype
   out, lse = merge_two(
     (first[0].astype(jnp.float32), first[1]), (second[0].astype(jnp.float32), second[1])

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from nvfp4_pallas import format as nvfp4
 from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
 from nvfp4_pallas.format import NvFp4Array
+from nvfp4_pallas.ops.checks import FLOAT_DTYPES, as_jax, check_is_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,9 @@ def pack(
 
   Source: NVFP4 recipe arXiv:2509.25149; Four Over Six arXiv:2512.02010.
   """
+  check_is_array("x", x)
   nvfp4.check_encode_arguments(x, global_scale, levels, scale_search)
+  (x,) = as_jax(x)
   request = PackRequest(x.shape, str(x.dtype), levels, scale_search, sanitize)
   return resolve_pack(request, implementation).function(x, global_scale, request)
 
@@ -86,8 +89,9 @@ def unpack(
     NotImplementedError: the named implementation cannot run (message: why).
   """
   _check_packed(array)
-  if str(jnp.dtype(dtype)) not in nvfp4.INPUT_DTYPES:
-    raise ValueError(f"dtype must be one of {nvfp4.INPUT_DTYPES}, got {jnp.dtype(dtype)}")
+  if dtype not in nvfp4.INPUT_DTYPES and dtype not in FLOAT_DTYPES:
+    raise ValueError(f"dtype must be one of {nvfp4.INPUT_DTYPES}, got {dtype}")
+  (array,) = as_jax(array)
   request = UnpackRequest(array.shape, str(jnp.dtype(dtype)), array.levels)
   return resolve_unpack(request, implementation).function(array, request)
 

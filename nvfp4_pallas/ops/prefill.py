@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from nvfp4_pallas import attention
-from nvfp4_pallas.batch import RaggedBatch, token_places
+from nvfp4_pallas.batch import RaggedBatch, check_batch, token_places
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
-from nvfp4_pallas.ops.checks import check_attention, check_kv
-from nvfp4_pallas.ops.request import AttentionRequest, attention_request, default_sm_scale
-from nvfp4_pallas.read_paths import AttentionSpec, round_q
+from nvfp4_pallas.ops.checks import as_jax, check_attention, check_kv
+from nvfp4_pallas.ops.request import AttentionRequest, attention_request, attention_spec
+from nvfp4_pallas.read_paths import round_q
 
 ROWS_PER_TILE = 32
 
@@ -58,6 +59,7 @@ def prefill(
     q_levels: NVFP4 levels of Q for `nvfp4_a4q`: 1, or 2 with a packed residual.
     new_kv: this step's (k, v) [tokens, num_kv_heads, dim] in wide form: they are attended to as
       bfloat16 with a bfloat16 Q, and only the keys before this step are read from the cache.
+      kv_lens count them all the same, as for `append`.
 
   Returns:
     out [tokens, num_q_heads, v_head_dim] in q's dtype, and lse float32 [tokens, num_q_heads], the
@@ -71,16 +73,27 @@ def prefill(
   Source: FlashAttention arXiv:2205.14135; ragged layout as FlashInfer's batch prefill; A4Q after
   the dual-level query of flashinfer issue 4269.
   """
-  sm_scale = default_sm_scale(q) if sm_scale is None else sm_scale
-  spec = AttentionSpec(read_path, causal, sm_scale, window, soft_cap, q_levels)
+  spec = attention_spec(
+    q,
+    read_path,
+    causal=causal,
+    sm_scale=sm_scale,
+    window=window,
+    soft_cap=soft_cap,
+    q_levels=q_levels,
+  )
   check_attention(q, cache, batch, spec, sinks)
   if new_kv is not None:
+    if not isinstance(new_kv, (tuple, list)) or len(new_kv) != 2:
+      raise ValueError(f"new_kv must be a pair (k, v), got {type(new_kv).__name__}")
     check_kv(*new_kv, cache, prefix="new_kv's ")
+    check_batch(batch, num_tokens=q.shape[0], page_size=cache.page_size, appends=True)
     if new_kv[0].shape[0] != q.shape[0]:
       raise ValueError(f"new_kv must have q's {q.shape[0]} tokens, got {new_kv[0].shape[0]}")
+  q, cache, batch, sinks, new_kv = as_jax(q, cache, batch, sinks, new_kv)
   request = attention_request(q, cache, spec, new_kv=new_kv is not None)
-  out, lse = resolve_prefill(request, implementation).function(q, cache, batch, spec, new_kv)
-  out, lse = attention.add_sinks((out, lse), sinks)
+  resolved = resolve_prefill(request, implementation)
+  out, lse = resolved.function(q, cache, batch, spec, new_kv, sinks)
   return out.astype(q.dtype), lse
 
 
@@ -88,18 +101,18 @@ def resolve_prefill(request: AttentionRequest, implementation: str | None = None
   return resolve(_PREFILL, request, implementation)
 
 
-def _prefill_xla(q, cache, batch, spec, new_kv):
-  if new_kv is None:
-    return _tiles_of_rows(round_q(q, spec), batch, spec, _cached_source(cache, batch, spec))
-  past_spec, past = spec, _cached_source(cache, batch, spec, past_only=True)
-  wide_spec = dataclasses.replace(spec, read_path="bf16")
-  return attention.merge_two(
-    _tiles_of_rows(round_q(q, past_spec), batch, past_spec, past),
-    _tiles_of_rows(round_q(q, wide_spec), batch, wide_spec, _wide_source(new_kv, batch)),
-  )
+def _prefill_xla(q, cache, batch, spec, new_kv, sinks):
+  if 0 in (q.shape[0], batch.num_seqs, batch.max_pages):  # no row sees a key
+    out = jnp.zeros((*q.shape[:2], cache.v.head_dim), jnp.float32)
+    return out, jnp.full(q.shape[:2], attention.NEG_INF, jnp.float32)
+  parts = [(round_q(q, spec), spec, _cached_source(cache, batch, spec, new_kv is not None))]
+  if new_kv is not None:
+    wide = dataclasses.replace(spec, read_path="bf16")
+    parts.append((round_q(q, wide), wide, _wide_source(new_kv, batch)))
+  return _tiles_of_rows(parts, batch, sinks)
 
 
-def _cached_source(cache, batch, spec, past_only=False):
+def _cached_source(cache, batch, spec, past_only):
   """seq -> Keys in the cache; with `past_only`, those before this step."""
   counts = jnp.maximum(batch.kv_lens - batch.q_lens, 0) if past_only else batch.kv_lens
   a8q = spec.read_path == "nvfp4_a8q"
@@ -115,31 +128,31 @@ def _cached_source(cache, batch, spec, past_only=False):
 def _wide_source(new_kv, batch):
   """seq -> Keys among this step's rows."""
   k, v = new_kv
-  tile = max(1, min(k.shape[0], attention.KEYS_PER_TILE))
 
   def keys(seq):
     first = batch.kv_lens[seq] - batch.q_lens[seq]
-    return attention.wide_keys(k, v, batch.cu_q_lens[seq], batch.q_lens[seq], first, tile)
+    return attention.wide_keys(k, v, batch.cu_q_lens[seq], batch.q_lens[seq], first)
 
   return keys
 
 
-def _tiles_of_rows(q, batch: RaggedBatch, spec: AttentionSpec, source):
+def _tiles_of_rows(parts, batch: RaggedBatch, sinks):
   """Attention tile of rows by tile of rows, so that a long batch never stands side by side.
 
   A tile holds rows of one sequence. tokens // ROWS_PER_TILE + num_seqs tiles are enough for every
   ragged split of `tokens` rows; those past the last one needed have no rows and cost nothing.
+  Everything that touches a row happens inside its tile, whose shape is fixed: a sequence alone
+  gives the same bits as in a batch.
+
+  Args:
+    parts: (Q' [tokens, num_q_heads, head_dim], spec, seq -> Keys) for disjoint sets of keys.
+    sinks: as in prefill.
   """
-  tokens, num_q_heads, _ = q.shape
-  rows = ROWS_PER_TILE
-  if tokens == 0 or batch.num_seqs == 0:
-    v_dim = jax.eval_shape(lambda: source(jnp.int32(0)).load(jnp.int32(0))[1]).shape[-1]
-    empty = jnp.zeros((tokens, num_q_heads, v_dim), jnp.float32)
-    return empty, jnp.full((tokens, num_q_heads), attention.NEG_INF)
+  tokens, rows = parts[0][0].shape[0], ROWS_PER_TILE
   tiles_of_seq = (batch.q_lens + rows - 1) // rows
   last_tile = jnp.cumsum(tiles_of_seq)
   first_tile = last_tile - tiles_of_seq
-  q_padded = jnp.pad(q, ((0, rows), (0, 0), (0, 0)))
+  padded = [jnp.pad(q, ((0, rows), (0, 0), (0, 0))) for q, _, _ in parts]
 
   def one_tile(tile):
     seq = jnp.searchsorted(last_tile, tile, side="right").astype(jnp.int32)
@@ -148,12 +161,15 @@ def _tiles_of_rows(q, batch: RaggedBatch, spec: AttentionSpec, source):
     start = batch.cu_q_lens[seq] + row
     last = jnp.minimum(row + rows, batch.q_lens[seq]) - 1
     offset = batch.kv_lens[seq] - batch.q_lens[seq]
-    keys = source(seq)
-    begin, end = attention.visible_tiles(keys, offset + row, offset + last, spec)
-    end = jnp.where(tile < last_tile[-1], end, begin)
     positions = offset + row + jnp.arange(rows, dtype=jnp.int32)
-    q_tile = lax.dynamic_slice_in_dim(q_padded, start, rows)
-    return attention.attend(q_tile, positions, keys, spec, (begin, end))
+    states = []
+    for q, (_, spec, source) in zip(padded, parts, strict=True):
+      keys = source(seq)
+      begin, end = attention.visible_tiles(keys, offset + row, offset + last, spec)
+      end = jnp.where(tile < last_tile[-1], end, begin)
+      q_tile = lax.dynamic_slice_in_dim(q, start, rows)
+      states.append(attention.attend(q_tile, positions, keys, spec, (begin, end)))
+    return attention.add_sinks(functools.reduce(attention.merge_two, states), sinks)
 
   num_tiles = tokens // rows + batch.num_seqs
   out, lse = lax.map(one_tile, jnp.arange(num_tiles, dtype=jnp.int32))
@@ -164,10 +180,11 @@ def _tiles_of_rows(q, batch: RaggedBatch, spec: AttentionSpec, source):
   return out, jnp.where(real[:, None], lse[tile, offset], attention.NEG_INF)
 
 
-def _prefill_mosaic_sm90(q, cache, batch, spec, new_kv):
+def _prefill_mosaic_sm90(q, cache, batch, spec, new_kv, sinks):
   from nvfp4_pallas.kernels import attention_mosaic_sm90 as kernel
 
-  return kernel.attention(q, cache, batch, spec, interpret=current_target().interpret)
+  state = kernel.attention(q, cache, batch, spec, interpret=current_target().interpret)
+  return attention.add_sinks(state, sinks)
 
 
 def _prefill_mosaic_sm90_unsupported(request: AttentionRequest) -> str | None:

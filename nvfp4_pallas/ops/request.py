@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 
 import jax
+from jax.core import Tracer
 
 from nvfp4_pallas.cache import PagedKVCache
+from nvfp4_pallas.ops.checks import check_is_array
 from nvfp4_pallas.read_paths import AttentionSpec
 
 
@@ -42,7 +45,41 @@ def attention_request(
   )
 
 
-def default_sm_scale(q: jax.Array) -> float:
+def attention_spec(
+  q: jax.Array,
+  read_path: str,
+  *,
+  causal: bool,
+  sm_scale: float | None,
+  window: int | None,
+  soft_cap: float | None,
+  q_levels: int,
+) -> AttentionSpec:
+  """The static numerics of a call, from what the caller gave."""
+  check_is_array("q", q)
   if q.ndim != 3 or q.shape[-1] == 0:
     raise ValueError(f"q must be [tokens, num_q_heads, head_dim], got {q.shape}")
-  return 1.0 / math.sqrt(q.shape[-1])
+  if sm_scale is None:
+    sm_scale = 1.0 / math.sqrt(q.shape[-1])
+  return AttentionSpec(
+    read_path,
+    causal=bool(_known("causal", causal)),
+    sm_scale=float(_known("sm_scale", sm_scale)),
+    window=None if window is None else _whole("window", window),
+    soft_cap=None if soft_cap is None else float(_known("soft_cap", soft_cap)),
+    q_levels=_known("q_levels", q_levels),
+  )
+
+
+def _whole(name: str, value) -> int:
+  try:
+    return operator.index(_known(name, value))
+  except TypeError:
+    raise ValueError(f"{name} must be a whole number, got {value!r}") from None
+
+
+def _known(name: str, value):
+  """A kernel is made for these numbers, so they must be known when it is traced."""
+  if isinstance(value, Tracer):
+    raise ValueError(f"{name} must be a number known when the call is traced, got {value}")
+  return value
