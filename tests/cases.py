@@ -147,6 +147,16 @@ LONG = (
     page_size=64,
     options=(("window", 300),),
   ),
+  # The oldest key that is seen, 699 - 189 + 1 = 511, is the last of its key tile.
+  Case(
+    "window_at_tile_end",
+    q_lens=(1,),
+    kv_lens=(700,),
+    num_kv_heads=1,
+    group=1,
+    page_size=64,
+    options=(("window", 189),),
+  ),
 )
 SHAPES = (MIXED, *GQA, *PAGES, *HEAD_DIMS, *MASKS, *SCORES, *EMPTY, *LONG)
 

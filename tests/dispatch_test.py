@@ -89,6 +89,11 @@ class AttentionArgumentsTest(TestCase):
     ("no_heads", {"q": jnp.zeros((2, 0, 64))}, "num_q_heads must be a multiple .* 2, got 0"),
     ("q_list", {"q": [1.0]}, "q must be an array, got list"),
     ("sinks_list", {"sinks": [0.0] * 8}, "sinks must be an array, got list"),
+    (
+      "int_sinks",
+      {"sinks": jnp.zeros((8,), jnp.int32)},
+      "sinks must be a float array .* int32",
+    ),
     ("part_window", {"window": 2.5}, "window must be a whole number, got 2.5"),
     ("window", {"window": 0}, "window must be at least 1 .* got 0"),
     ("soft_cap", {"soft_cap": -1.0}, "soft_cap must be positive, got -1.0"),

@@ -5,6 +5,7 @@ to them, and must give what the definition gives: the same bytes, or the same nu
 """
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +99,29 @@ class OperationsTest(TestCase):
         NotImplementedError, "'mosaic_sm90' cannot run: the kernel packs"
       ):
         nv.pack(packing, levels=2, implementation="mosaic_sm90")
+
+  def test_batch_invariant_splits_do_not_depend_on_the_batch(self):
+    used = {}
+    for invariant in (False, True):
+      for num_seqs, max_pages in ((1, 256), (40, 256), (1, 64)):
+        cache = nv.PagedKVCache.create(num_pages=1, page_size=64, num_kv_heads=1, head_dim=64)
+        batch = nv.RaggedBatch.for_decode(
+          jnp.zeros((num_seqs, max_pages), jnp.int32), jnp.ones((num_seqs,), jnp.int32)
+        )
+        q = jnp.zeros((num_seqs, 1, 64), jnp.bfloat16)
+
+        def fake(q, *_, num_splits, **__):
+          used.setdefault(invariant, set()).add(num_splits)  # noqa: B023 - called in the loop
+          out, lse = jnp.zeros(q.shape, jnp.float32), jnp.zeros(q.shape[:2], jnp.float32)
+          return (out, lse) if num_splits == 1 else (out[None], lse[None])
+
+        with (
+          mock.patch("nvfp4_pallas.kernels.attention_mosaic_sm90.attention", fake),
+          dispatch.use_target(dispatch.Target("sm_90")),
+        ):
+          nv.decode(q, cache, batch, read_path="nvfp4_dequant", batch_invariant=invariant)
+    self.assertLen(used[True], 1)
+    self.assertGreater(len(used[False]), 1)
 
   def test_splits_fill_a_gpu(self):
     make = lambda seqs, pages: (
