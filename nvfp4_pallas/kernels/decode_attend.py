@@ -1,0 +1,613 @@
+"""The main program of decode: a block attends to its run of keys. PTX, for decode_mosaic_sm90.py.
+
+    S^T = K q^T    P^T = exp2(c S^T - c max)    O^T += V^T P^T    c = sm_scale k_global_scale / ln 2
+
+Every warp works alone, on every WARPS-th tile of a segment (decode_work.py), with a ring of its own
+in shared memory, whose slots bulk copies fill with K and V of tiles in turn: nothing makes it wait
+for another warp until the segment's end, where the warps of the block put their results together.
+
+    copies   K0 V0 K1 |          V1           | K2    |          V2           | K3    | ...
+    lanes    .        | S of tile 0, max, P   | O     | S of tile 1, max, P   | O     | ...
+
+K and V become operands in registers as they are loaded (mma_fragments.py), P moves from the
+result's fragment of the first product to the operand's of the second with `movmatrix`; shared
+memory is written only by copies. O stays in registers: for head_dim 128, 32 of each 8 query heads.
+
+What an H200 (1980 MHz) can afford at 4.3 TB/s of NVFP4: 4.4 instructions a value, of them 2.2 on
+the pipe for logic and integers. The loop issues 2.8, and 1.3 on that pipe; a product of 16 by 16
+values of the cache takes 6.7 cycles of issue on top, .8 instructions' worth a value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable
+
+from nvfp4_pallas.kernels.decode_work import Cut, find_run
+from nvfp4_pallas.kernels.mma_fragments import Fragments, Lane
+from nvfp4_pallas.kernels.ptx import ALL_LANES, Mem, Ptx, Reg
+
+WARPS = 4
+THREADS = 32 * WARPS
+COLUMNS = 8  # of the right operand of a product: query heads
+ROWS = 16  # of the left one: keys, or columns of V
+NEG_INF = float("-inf")
+LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """What is computed (static).
+
+  Attributes:
+    keys, values: the pools' formats.
+    group: query heads of a KV head.
+    q_operands: what is added up to q (levels of A4Q).
+    page_size, num_pages, max_pages: of the pools and of the page table's rows.
+    sm_scale, window, soft_cap: as in AttentionSpec.
+    out_dtype: bfloat16, float16 or float32.
+  """
+
+  keys: Fragments
+  values: Fragments
+  group: int
+  q_operands: int
+  page_size: int
+  num_pages: int
+  max_pages: int
+  sm_scale: float
+  window: int | None
+  soft_cap: float | None
+  out_dtype: str
+
+  @property
+  def column_tiles(self) -> int:
+    return -(-self.group // COLUMNS)
+
+  @property
+  def pool_pointers(self) -> dict[str, int]:
+    """The arrays of both pools, with the bytes that a token has in them."""
+    arrays = {"k": self.keys.row_bytes, "k_scale": self.keys.scale_bytes}
+    arrays |= {"v": self.values.row_bytes, "v_scale": self.values.scale_bytes}
+    return {name: nbytes for name, nbytes in arrays.items() if nbytes}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+  """The shared memory of a block: for each warp a ring of slots, then the slots' barriers.
+
+  Attributes:
+    tile: keys whose K or V a slot holds.
+    slots: of each warp.
+    problem: gives the sizes.
+  """
+
+  tile: int
+  slots: int
+  problem: Problem
+
+  @property
+  def slot_bytes(self) -> int:
+    return self.tile * max(self.problem.keys.token_bytes, self.problem.values.token_bytes)
+
+  @property
+  def warp_bytes(self) -> int:
+    """Room for the ring, or at a segment's end for O and two numbers of each query head."""
+    state = self.problem.group * (self.problem.values.head_dim * 4 + 8)
+    return max(self.slots * self.slot_bytes, -(-state // 128) * 128)
+
+  @property
+  def barriers(self) -> int:
+    return WARPS * self.warp_bytes
+
+  @property
+  def smem_bytes(self) -> int:
+    return self.barriers + 8 * WARPS * self.slots
+
+
+POINTERS_IN = ("q", "table", "kv_lens", "k_global", "v_global")
+POINTERS_OUT = ("out", "lse", "pieces", "piece_lse", "piece_slots")
+
+
+def attend(problem: Problem, cut: Cut, slots: int) -> Ptx:
+  """The program; its pointers are POINTERS_IN, Problem.pool_pointers and POINTERS_OUT."""
+  return _Attend(problem, cut, slots).p
+
+
+class _Attend:
+  def __init__(self, problem: Problem, cut: Cut, slots: int):
+    self.problem, self.cut, self.ring = problem, cut, Ring(cut.tile, slots, problem)
+    pools = problem.pool_pointers
+    self.p = Ptx((*POINTERS_IN, *pools, *POINTERS_OUT))
+    with self.p.scope() as scope:
+      self._run(scope)
+
+  def _run(self, scope) -> None:
+    p, cut = self.p, self.cut
+    self.thread = p.new("r", "mov.u32", "%tid.x")
+    self.warp = p.from_lane(self.thread >> 5, 0)  # so that the compiler knows it uniform
+    self.lane = Lane.of(p, self.thread)
+    self.first_lane = self.lane.index.eq(0)
+    self._make_ring()
+    self.run = find_run(p, cut, p.program, self.lane.index, p.pointer("kv_lens"), scope)
+
+    # Where the segment begins: a sequence, a head, a unit of them.
+    self.unit = p.u32(self.run.begin)
+    self.seq = p.u32(self.run.seq)
+    self.kv_len = p.u32(self._load_len(self.seq))
+    self.units = p.u32(cut.units(p, self.kv_len))  # of the sequence and head
+    inside = self.run.begin - self.run.seq_begin
+    self.head, self.unit_of_head = p.u32(inside // self.units), p.u32(inside % self.units)
+    with p.loop() as segments:
+      self._segment()
+      segments.leave_if(self.unit >= self.run.end)
+      # The next copies may overwrite what other warps still read, and what this one wrote.
+      p.emit("fence.proxy.async.shared::cta")
+      p.sync(THREADS)
+      self._next_head()
+
+  def _load_len(self, seq: Reg) -> Reg:
+    return self.p.load("global.nc", Mem(self.p.address(self.p.pointer("kv_lens"), seq, 4)))[0]
+
+  def _next_head(self) -> None:
+    """To the next (sequence, head) that has keys, where this one is done."""
+    p = self.p
+    with p.when(self.unit_of_head >= self.units):
+      p.set(self.unit_of_head, 0)
+      p.set(self.head, self.head + 1)
+      with p.when(self.head >= self.cut.kv_heads):
+        p.set(self.head, 0)
+        with p.loop() as empty:
+          p.set(self.seq, self.seq + 1)
+          p.set(self.kv_len, self._load_len(self.seq))
+          p.set(self.units, self.cut.units(p, self.kv_len))
+          empty.leave_if(self.units.ne(0))
+
+  # Segments.
+
+  def _segment(self) -> None:
+    p, cut = self.p, self.cut
+    tiles = cut.tiles(p, self.kv_len)
+    units = p.u32(1)
+    if not cut.batch_invariant:
+      units = p.minimum(self.run.end - self.unit, self.units - self.unit_of_head)
+    first = self.unit_of_head * cut.unit
+    count = p.minimum(tiles - first, units * cut.unit)
+    self.is_first, self.is_whole = self.unit_of_head.eq(0), count.eq(tiles)
+    window_tile = cut.first_tile(p, self.kv_len)
+    base = first if window_tile is None else first + window_tile
+    self.first_tile = base + self.warp
+    self.count = (count + (WARPS - 1) - self.warp) // WARPS  # of this warp's tiles
+
+    self._start_pages()
+    for i in range(self.ring.slots):
+      self._issue("kv"[i % 2])
+    self._load_q()
+    self._load_scale()
+    self._reset()
+    done = p.u32(0)
+    with p.loop() as tiles_left:
+      tiles_left.leave_if(done >= self.count)
+      self._tile(self.first_tile + done * WARPS)
+      p.set(done, done + 1)
+    self._join_warps()
+    p.set(self.unit, self.unit + units)
+    p.set(self.unit_of_head, self.unit_of_head + units)
+
+  # The ring of copies.
+
+  def _make_ring(self) -> None:
+    p, ring = self.p, self.ring
+    self.slot, self.phase, self.issue_slot = p.u32(0), p.u32(0), p.u32(0)
+    self.slots = p.smem + self.warp * ring.warp_bytes
+    self.barriers = p.smem + self.warp * (8 * ring.slots) + ring.barriers
+    for slot in range(ring.slots):
+      at = Mem(self.barriers, 8 * slot)
+      p.emit("mbarrier.init.shared::cta.b64", at, 1, when=self.first_lane)
+    p.emit("fence.mbarrier_init.release.cluster")
+    p.emit("fence.proxy.async.shared::cta")
+    p.sync_warp()
+    # Keys are read once: they should not drive anything out of the L2 cache.
+    self.policy = p.new("d", "createpolicy.fractional.L2::evict_first.b64", 1.0)
+
+  @property
+  def _pages_of_tile(self) -> int:
+    return max(1, self.cut.tile // self.problem.page_size)
+
+  def _start_pages(self) -> None:
+    """Lanes hold the page numbers of this warp's next tiles, and load the ones after those."""
+    p = self.p
+    last_page = p.cdiv(self.kv_len, self.problem.page_size) - 1
+    self.last_page = last_page
+    self.table_row = p.address(p.pointer("table"), self.seq, 4 * self.problem.max_pages)
+    self.issued = p.u32(0)
+    self.pages, self.next_pages = p.u32(0), p.register("r")
+    self._load_pages(p.u32(0))
+
+  def _load_pages(self, group: Reg) -> None:
+    p, pages = self.p, self._pages_of_tile
+    ahead = group * (32 // pages) + self.lane.index // pages
+    tile = self.first_tile + ahead * WARPS
+    if pages > 1:
+      entry = tile * pages + self.lane.index % pages
+    else:
+      entry = tile // (self.problem.page_size // self.cut.tile)
+    at = p.address(self.table_row, p.minimum(entry, self.last_page), 4)
+    p.load_into([self.next_pages], "global.nc", Mem(at))
+
+  def _issue(self, pool: str) -> None:
+    """Starts the copies of the next tile's K ("k") or, after those, V ("v"), if there is one."""
+    p = self.p
+    with p.when(self.issued < self.count):
+      of_group = self.issued % (32 // self._pages_of_tile)
+      if pool == "k":
+        with p.when(of_group.eq(0)):
+          p.set(self.pages, self.next_pages)
+          self._load_pages(self.issued // (32 // self._pages_of_tile) + 1)
+      self._copy(pool, of_group)
+      p.set(self.issue_slot, self._after(self.issue_slot))
+      if pool == "v":
+        p.set(self.issued, self.issued + 1)
+
+  def _copy(self, pool: str, of_group: Reg) -> None:
+    p, problem, pages = self.p, self.problem, self._pages_of_tile
+    tile = self.first_tile + self.issued * WARPS
+    keys = min(problem.page_size, self.cut.tile)  # that lie in one page
+    runs = problem.page_size // keys  # of so many keys, in a page
+    arrays = {n: size for n, size in problem.pool_pointers.items() if n[0] == pool}
+    barrier = Mem(self.barriers + self.issue_slot * 8)
+    total = self.cut.tile * sum(arrays.values())
+    op = "mbarrier.arrive.expect_tx.shared::cta.b64"
+    p.emit(op, "_", barrier, total, when=self.first_lane)
+    for i in range(pages):
+      page = p.from_lane(self.pages, of_group * pages + i)
+      page = p.minimum(page, problem.num_pages - 1)  # a wrong number must not fault
+      run = p.mad(page, self.cut.kv_heads, self.head) * runs
+      if runs > 1:
+        run = run + tile % runs
+      target = self.slots + self.issue_slot * self.ring.slot_bytes
+      for name, nbytes in arrays.items():
+        copied = keys * nbytes
+        p.emit(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint",
+          Mem(target + i * copied),
+          Mem(p.address(p.pointer(name), run, copied)),
+          copied,
+          barrier,
+          self.policy,
+          when=self.first_lane,
+        )
+        target = target + self.cut.tile * nbytes
+
+  def _after(self, slot: Reg) -> Reg:
+    return self.p.select(slot.eq(self.ring.slots - 1), 0, slot + 1)
+
+  def _wait(self) -> Reg:
+    """Until the ring's slot is full; its address."""
+    p = self.p
+    with p.loop() as polling:
+      ready = p.new(
+        "p",
+        "mbarrier.try_wait.parity.shared::cta.b64",
+        Mem(self.barriers + self.slot * 8),
+        self.phase,
+      )
+      # Lanes may see it at different times.
+      polling.leave_if(p.new("p", "vote.sync.all.pred", ready, ALL_LANES))
+    return self.slots + self.slot * self.ring.slot_bytes
+
+  def _release(self) -> None:
+    """The slot has been read: on to the next one, and copies into this one."""
+    p, slots = self.p, self.ring.slots
+    p.sync_warp()
+    p.set(self.phase, self.phase ^ 1, when=self.slot.eq(slots - 1))
+    p.set(self.slot, self._after(self.slot))
+
+  # One tile.
+
+  def _load_q(self) -> None:
+    """q [column tile][operand][16 columns of a head]: right operands, the lane's columns of K."""
+    p, problem = self.p, self.problem
+    dim = problem.keys.head_dim
+    heads = p.mad(self.seq, self.cut.kv_heads, self.head) * problem.group
+    self.q, self.q_units = [], []  # of each of the lane's columns of S
+    for tile in range(problem.column_tiles):
+      # Columns past the group compute the last head again; nobody reads them.
+      row = p.minimum(self.lane.g + tile * COLUMNS, problem.group - 1) + heads
+      operands = []
+      for operand in range(problem.q_operands):
+        index = row * problem.q_operands + operand
+        at = p.address(p.pointer("q"), index * 4 + self.lane.c, dim // 4 * 2)
+        words = []
+        for start in range(0, dim // 4 * 2, 16):
+          words += p.load("global.nc", Mem(at, start), 4)
+        if problem.sm_scale < 0:
+          words = [word ^ "0x80008000" for word in words]
+        operands.append(words)
+      if problem.keys.operand == "f16":
+        operands, unit = self._q_as_f16(operands)
+        for parity in range(2):
+          self.q_units.append(p.from_lane(unit, (self.lane.c * 2 + parity) * 4))
+      self.q.append([self._in_order(words) for words in operands])
+
+  def _in_order(self, words: list[Reg]) -> list[Reg]:
+    """Neighbouring columns in words, as the pairs of columns that K comes in."""
+    p, order = self.p, self.problem.keys.word_pairs()
+    halves = (0x10, 0x32), (0x5400, 0x7600)  # of the first and of the second word
+    return [
+      p.permute(words[a // 2], words[b // 2], halves[0][a % 2] | halves[1][b % 2])
+      for first in range(0, 2 * len(words), 2 * len(order))
+      for a, b in ((first + low, first + high) for low, high in order)
+    ]
+
+  def _q_as_f16(self, operands: list[list[Reg]]) -> tuple[list[list[Reg]], Reg]:
+    """A lane's part of a row of q, bf16 pairs, as float16 pairs in a unit of the row.
+
+    The unit is the power of two that brings the row's largest value to 16 or more and below 32:
+    float16 has more digits than bf16, but not its range.
+    """
+    p = self.p
+    high = [[word & "0xffff0000" for word in words] for words in operands]
+    low = [[word << 16 for word in words] for words in operands]
+    largest = p.u32(0)
+    for of_operand in (*high, *low):
+      for x in of_operand:
+        p.set(largest, p.maximum(largest, x & "0x7fffffff"))
+    for step in (1, 2):  # over the lanes that have the row
+      p.set(largest, p.maximum(largest, p.shuffle_xor(largest, step)))
+    exponent = p.minimum(p.maximum(largest >> 23, 5), 254)  # so that both factors are normal
+    factor, unit = p.register("f"), p.register("f")
+    p.emit("mov.b32", factor, (p.u32(127 + 4 + 127) - exponent) << 23)
+    p.emit("mov.b32", unit, (exponent - 4) << 23)
+
+    def scaled(x: Reg) -> Reg:
+      value = p.register("f")
+      p.emit("mov.b32", value, x)
+      return value * factor
+
+    packed = [
+      [p.pack("f16", scaled(a), scaled(b)) for a, b in zip(lows, highs, strict=True)]
+      for lows, highs in zip(low, high, strict=True)
+    ]
+    return packed, unit
+
+  def _load_scale(self) -> None:
+    """c of each column, which brings scores to log2 units; not negative, to keep their order."""
+    p, problem = self.p, self.problem
+    (k_global,) = p.load("global.nc", Mem(p.address(p.pointer("k_global"), self.head, 4)), kind="f")
+    scale = k_global * (abs(problem.sm_scale) * LOG2_E * problem.keys.unit)
+    columns = 2 * problem.column_tiles
+    self.scales = [scale * unit for unit in self.q_units] or [scale] * columns
+    # With a cap, scores are in log2 units as soon as they are made.
+    self.cap_scales = self.scales
+    if problem.soft_cap is not None:
+      self.scales = [p.f32(1.0)] * columns
+
+  def _reset(self) -> None:
+    p, columns = self.p, 2 * self.problem.column_tiles
+    self.max = [p.f32(NEG_INF) for _ in range(columns)]  # of scores
+    self.anchor = [p.f32(0.0) for _ in range(columns)]  # - c max
+    self.sum = [p.f32(0.0) for _ in range(columns)]  # the lane's part
+    self.out = [
+      [[p.f32(0.0) for _ in range(4)] for _ in range(self.problem.values.head_dim // ROWS)]
+      for _ in range(self.problem.column_tiles)
+    ]
+
+  def _tile(self, tile: Reg) -> None:
+    # What a slot of the ring is filled with next, after K and after V.
+    after_k, after_v = ("k", "v") if self.ring.slots % 2 == 0 else ("v", "k")
+    seen, partial = self._visibility(tile)
+    k = self._wait()
+    scores = self._scores(k, k + self.cut.tile * self.problem.keys.row_bytes)
+    self._release()
+    self._issue(after_k)
+    with self.p.when(partial):
+      self._mask(scores, seen)
+    self._soften(scores)
+    v = self._wait()
+    with self.p.when(partial):
+      self._clear_values(seen, v)
+    self._add_values(scores, v, v + self.cut.tile * self.problem.values.row_bytes)
+    self._release()
+    self._issue(after_v)
+
+  def _scores(self, codes: Reg, scales: Reg) -> list[list[list[Reg]]]:
+    """S^T, [16 keys][column tile][4]: keys g, g, g + 8, g + 8; columns 2 c, 2 c + 1."""
+    p, problem = self.p, self.problem
+    all_scores = []
+    for first in range(0, self.cut.tile, ROWS):
+      top, bottom = (
+        problem.keys.key_pairs(p, self.lane, codes, scales, first + half) for half in (0, 8)
+      )
+      of_rows = []
+      for tile, operands in enumerate(self.q):
+        acc = [p.f32(0.0) for _ in range(4)]
+        for q in operands:
+          for i in range(0, len(top), 2):
+            a = [top[i], bottom[i], top[i + 1], bottom[i + 1]]
+            p.mma(problem.keys.operand, acc, a, [q[i], q[i + 1]])
+        of_rows.append([self._score(x, 2 * tile + i % 2) for i, x in enumerate(acc)])
+      all_scores.append(of_rows)
+    return all_scores
+
+  def _score(self, x: Reg, column: int) -> Reg:
+    p, cap = self.p, self.problem.soft_cap
+    if cap is None:
+      return x
+    # cap tanh(s / cap) = cap - 2 cap / (1 + exp(2 s / cap)), in log2 units.
+    power = p.exp2(x * self.cap_scales[column] * (2.0 / cap))
+    return p.fma(p.reciprocal(power + 1.0), -2.0 * cap * LOG2_E, cap * LOG2_E)
+
+  def _visibility(self, tile: Reg) -> tuple[Callable[[Reg], Reg], Reg]:
+    """Whether a key of the tile is seen, and whether any is not.
+
+    Keys past the sequence's end are not, nor are those before its window.
+    """
+    p, window = self.p, self.problem.window
+    key = tile * self.cut.tile
+    left = self.kv_len - key  # keys of the tile that exist
+    partial = left < self.cut.tile
+    if window is None:
+      return lambda token: token < left, partial
+    oldest = p.select(self.kv_len > window, self.kv_len - window, 0)
+    begin = p.select(oldest > key, oldest - key, 0)
+    return lambda token: (token < left) & (token >= begin), partial | begin.ne(0)
+
+  def _mask(self, scores, seen) -> None:
+    p = self.p
+    for i, of_rows in enumerate(scores):
+      for half in range(2):
+        visible = seen(self.lane.slot_token + (i * ROWS + 8 * half))
+        for acc in of_rows:
+          for x in acc[2 * half : 2 * half + 2]:
+            p.set(x, p.select(visible, x, NEG_INF))
+
+  def _clear_values(self, seen, v: Reg) -> None:
+    """Zeros in place of what makes V of unseen keys NaN: P is 0 there, but 0 * NaN is not."""
+    p, values = self.p, self.problem.values
+    first, nbytes = 0, values.row_bytes
+    if values.scale_bytes:  # with scales of zero the codes do not matter
+      first, nbytes = self.cut.tile * nbytes, values.scale_bytes
+    size = min(nbytes, 16)
+    zero = p.u32(0)
+    for start in range(0, self.cut.tile * nbytes, 32 * size):
+      piece = self.lane.index + start // size
+      unseen = ~seen(piece // (nbytes // size))
+      p.store("shared", Mem(v + piece * size, first), [zero] * (size // 4), when=unseen)
+    p.emit("fence.proxy.async.shared::cta")  # before a later copy into the same place
+    p.sync_warp()
+
+  def _soften(self, scores) -> None:
+    """Scores to probabilities, in place, against the running maximum; O and sums follow it."""
+    p = self.p
+    tops, rises = [], []
+    for column, old in enumerate(self.max):
+      tile, parity = divmod(column, 2)
+      top = p.max_of([of_rows[tile][parity + 2 * half] for of_rows in scores for half in range(2)])
+      for step in (4, 8, 16):  # over the keys, which lanes with one c share
+        top = p.maximum(top, p.shuffle_xor(top, step))
+      top = p.maximum(top, old)
+      tops.append(top)
+      rises.append(top > old)
+    with p.when(p.any_lane(functools.reduce(operator.or_, rises))):
+      for column, (top, old) in enumerate(zip(tops, self.max, strict=True)):
+        tile, parity = divmod(column, 2)
+        shrink = p.exp2((old - top) * self.scales[column])
+        for x in [self.sum[column], *(acc[parity + h] for acc in self.out[tile] for h in (0, 2))]:
+          p.set(x, x * shrink)
+        p.set(old, top)
+        p.set(self.anchor[column], top * self.scales[column] * -1.0)
+    for of_rows in scores:
+      for tile, acc in enumerate(of_rows):
+        for i, x in enumerate(acc):
+          column = 2 * tile + i % 2
+          p.set(x, p.exp2(p.fma(x, self.scales[column], self.anchor[column])))
+        for parity in range(2):
+          total = self.sum[2 * tile + parity]
+          p.set(total, total + (acc[parity] + acc[parity + 2]))
+
+  def _add_values(self, scores, codes: Reg, scales: Reg) -> None:
+    p, dtype = self.p, self.problem.values.operand
+    for i, of_rows in enumerate(scores):
+      near, far = (
+        self.problem.values.value_pairs(p, self.lane, codes, scales, i * ROWS + half)
+        for half in (0, 8)
+      )
+      for tile, acc in enumerate(of_rows):
+        b = [p.transpose(p.pack(dtype, acc[2 * half], acc[2 * half + 1])) for half in range(2)]
+        for j, out in enumerate(self.out[tile]):
+          p.mma(dtype, out, [near[2 * j], near[2 * j + 1], far[2 * j], far[2 * j + 1]], b)
+
+  # The end of a segment.
+
+  def _join_warps(self) -> None:
+    """Adds up what the warps have, and stores the result or a piece.
+
+    The ring is empty now and holds for each warp O, by query head, and their maxima and sums.
+    """
+    p, problem, ring = self.p, self.problem, self.ring
+    dim, group, lane = problem.values.head_dim, problem.group, self.lane
+    share = dim // 8  # of the columns, which the lane has
+    stats = group * dim * 4
+    for column, total in enumerate(self.sum):
+      for step in (4, 8, 16):
+        total = total + p.shuffle_xor(total, step)
+      tile, parity = divmod(column, 2)
+      head = lane.c * 2 + (tile * COLUMNS + parity)
+      real = head < group
+      at = self.slots + (head * (dim * 4) + lane.g * (share * 4))
+      # The rows g and g + 8 of a result are neighbouring columns of V.
+      row = [acc[parity + half] for acc in self.out[tile] for half in (0, 2)]
+      for start in range(0, share, 4):
+        p.store("shared", Mem(at, 4 * start), row[start : start + 4], when=real)
+      at = Mem(self.slots + head * 8, stats)
+      one = real & lane.g.eq(0)
+      p.store("shared", at, [self.max[column] * self.scales[column], total], when=one)
+    p.sync(THREADS)
+
+    (v_global,) = p.load("global.nc", Mem(p.address(p.pointer("v_global"), self.head, 4)), kind="f")
+    out_scale = v_global * problem.values.unit
+    pair = p.mad(self.seq, self.cut.kv_heads, self.head)
+    slot = self._slot(pair)
+    for start in range(0, group * dim, THREADS):
+      element = self.thread + start
+      head, column = element // dim, element % dim
+      real = element < group * dim if start + THREADS > group * dim else None
+      head = head if real is None else p.minimum(head, group - 1)
+      states = [
+        p.load("shared", Mem(p.smem + head * 8, w * ring.warp_bytes + stats), 2, kind="f")
+        for w in range(WARPS)
+      ]
+      top = p.max_of([maximum for maximum, _ in states])
+      total, out = p.f32(0.0), p.f32(0.0)
+      at = p.smem + (head * dim + column) * 4
+      for w, (maximum, of_warp) in enumerate(states):
+        weight = p.exp2(maximum - top)
+        (x,) = p.load("shared", Mem(at, w * ring.warp_bytes), kind="f")
+        p.set(total, p.fma(weight, of_warp, total))
+        p.set(out, p.fma(weight, x, out))
+      out = out * (p.reciprocal(total) * out_scale)
+      lse = top + p.log2(total)
+      self._store(pair, slot, head, column, out, lse, real)
+
+  def _slot(self, pair: Reg) -> Reg:
+    """The piece's slot; the first piece also tells the join where the pieces are."""
+    p, run, cut = self.p, self.run, self.cut
+    if not cut.batch_invariant:
+      slot = p.program * 2 + p.select(self.is_first, 1, 0)
+      last = run.block_of(p, self.unit + self.units - 1)
+      pieces = last - p.program + 1
+    else:
+      slot, pieces = self.unit, self.units
+    at = Mem(p.address(p.pointer("piece_slots"), pair, 8))
+    pieces = p.select(self.is_whole, 1, pieces)
+    p.store("global", at, [slot, pieces], when=self.is_first & self.thread.eq(0))
+    return slot
+
+  def _store(self, pair, slot, head, column, out, lse, real) -> None:
+    p, group, dim = self.p, self.problem.group, self.problem.values.head_dim
+    whole, piece = self.is_whole, ~self.is_whole
+    if real is not None:
+      whole, piece = whole & real, piece & real
+    first = column.eq(0)
+    row = pair * group + head
+    store_out(p, self.problem.out_dtype, row * dim + column, out, whole)
+    at = Mem(p.address(p.pointer("lse"), row, 4))
+    p.store("global", at, [lse * (1.0 / LOG2_E)], when=whole & first)
+    row = slot * group + head
+    at = Mem(p.address(p.pointer("pieces"), row * dim + column, 4))
+    p.store("global", at, [out], when=piece)
+    p.store("global", Mem(p.address(p.pointer("piece_lse"), row, 4)), [lse], when=piece & first)
+
+
+def store_out(p: Ptx, dtype: str, index: Reg, value: Reg, when: Reg) -> None:
+  """Stores a float32 as an element of `out`."""
+  if dtype == "float32":
+    p.store("global", Mem(p.address(p.pointer("out"), index, 4)), [value], when=when)
+    return
+  op = {"bfloat16": "cvt.rn.bf16x2.f32", "float16": "cvt.rn.f16x2.f32"}[dtype]
+  half = p.new("r", op, 0.0, value)
+  p.store("global", Mem(p.address(p.pointer("out"), index, 2)), [half], size=2, when=when)
