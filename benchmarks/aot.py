@@ -4,7 +4,7 @@
 
 compiles the cases of aot_cases.py (all, or those whose name starts with a NAME) to machine code
 and prints what a thread needs. It fails where a case does not compile, spills, or takes more
-registers than the case allows.
+registers or machine instructions than the case allows.
 
 It needs JAX's CUDA compiler, which comes from the installed CUDA plugin or else from two wheels
 that are downloaded once and unpacked into the cache directory, not installed; and ptxas and
@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
+import operator
 import os
 import pathlib
 import re
@@ -31,6 +32,7 @@ import zipfile
 
 from benchmarks import aot_cases
 from benchmarks.aot_cases import Case
+from benchmarks.sass import TENSOR_CORE_OPS, Code, alu
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEFAULT_CACHE = pathlib.Path.home() / ".cache" / "nvfp4_pallas"
@@ -40,7 +42,6 @@ PLUGIN = pathlib.PurePath("jax_plugins", "xla_cuda13", "xla_cuda_plugin.so")
 RUNTIME = pathlib.PurePath("jax_cuda13_plugin", "libmosaic_gpu_runtime.so")
 # ptxas: any toolkit's serves, as Mosaic GPU asks it for the PTX version that it understands.
 TOOLS = ("ptxas", "nvdisasm")
-TENSOR_CORE_OPS = ("HGMMA", "HMMA", "QGMMA", "IGMMA", "UTCHMMA", "UTCOMMA", "OMMA")
 TIMEOUT_S = 600
 
 
@@ -64,12 +65,13 @@ class Kernel:
   sass: str
 
   @functools.cached_property
+  def code(self) -> Code:
+    return Code.parse(self.sass)
+
+  @property
   def ops(self) -> collections.Counter[str]:
-    """Machine instructions by opcode, without modifiers; NOP padding is left out."""
-    op = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
-    ops = collections.Counter(m.group(1) for m in op.finditer(self.sass))
-    del ops["NOP"]
-    return ops
+    """Machine instructions by opcode."""
+    return self.code.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,10 +271,22 @@ def verdict(case: Case, report: AotReport) -> str:
     return f"FAIL spills {report.spills} bytes"
   if report.registers > case.max_registers:
     return f"FAIL more than {case.max_registers} registers"
+  if 0 < case.max_instructions < report.ops.total():
+    return f"FAIL more than {case.max_instructions} instructions"
+  if case.loop_values and not all(map(operator.le, of_loop(case, report), case.max_loop)):
+    return f"FAIL more than {case.max_loop} instructions a value"
   return "ok"
 
 
-_ROW = "{:<34} {:>9} {:>6} {:>7} {:>6} {:>5} {:>5}  {}"
+def of_loop(case: Case, report: AotReport) -> tuple[float, float]:
+  """Instructions of the inner loop, and slots of the integer pipe, for each value of the cache."""
+  loop = report.kernels[0].code.inner_loop()
+  if loop is None:
+    raise AotError(f"{case.name} has no loop around its tensor core instructions")
+  return loop.total() / case.loop_values, alu(loop) / case.loop_values
+
+
+_ROW = "{:<34} {:>9} {:>6} {:>7} {:>6} {:>5} {:>5} {:>5} {:>5}  {}"
 
 
 def main(argv: list[str]) -> int:
@@ -292,8 +306,12 @@ def main(argv: list[str]) -> int:
     return 2
   wanted = tuple(options.names) or ("",)
   cases = [case for case in aot_cases.CASES if case.name.startswith(wanted)]
-  print(f"{options.arch}; registers / the case's bound; bytes; machine instructions; seconds")
-  print(_ROW.format("case", "registers", "spills", "smem", "instr", "mma", "s", ""))
+  print(
+    f"{options.arch}; registers / the case's bound; bytes; machine instructions; those of the "
+    "inner loop, and of the integer pipe there, for each value of the cache; seconds"
+  )
+  titles = ("case", "registers", "spills", "smem", "instr", "mma", "loop", "int", "s", "")
+  print(_ROW.format(*titles))
   failed = False
   for case in cases:
     try:
@@ -311,7 +329,8 @@ def main(argv: list[str]) -> int:
     registers = f"{report.registers}/{case.max_registers}"
     mma = sum(report.ops[op] for op in TENSOR_CORE_OPS)
     row = (case.name, registers, report.spills, report.smem, report.ops.total(), mma)
-    print(_ROW.format(*row, f"{report.seconds:.1f}", result), flush=True)
+    loop = [f"{x:.2f}" for x in of_loop(case, report)] if case.loop_values else ["", ""]
+    print(_ROW.format(*row, *loop, f"{report.seconds:.1f}", result), flush=True)
   return int(failed)
 
 

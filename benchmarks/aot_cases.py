@@ -7,6 +7,7 @@ Shapes are those of a served model: 8 KV heads, head_dim 128, pages of 64 tokens
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -25,12 +26,19 @@ class Case:
     max_registers: the compilation counts as failed above this many registers a thread; 0 for
       what XLA compiles alone, of which only the HLO is looked at.
     donate: positions of donated arguments.
+    max_instructions: a bound for the machine instructions of all kernels; 0 for none.
+    loop_values: values of the cache that a thread takes in one round of the first kernel's inner
+      loop; 0 where it is not counted.
+    max_loop: bounds for the loop's instructions and those of the integer pipe, a value.
   """
 
   name: str
   build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
   max_registers: int
   donate: tuple[int, ...] = ()
+  max_instructions: int = 0
+  loop_values: int = 0
+  max_loop: tuple[float, float] = (math.inf, math.inf)
 
 
 HEADS, HEAD_DIM, PAGE_SIZE, NUM_PAGES = 8, 128, 64, 512
@@ -75,13 +83,11 @@ def abstract_cache(
   return jax.eval_shape(create)
 
 
-def append(k_format, v_format, *, tokens=64, **options):
+def append(k_format, v_format, *, tokens=64, dtype=jnp.bfloat16, **options):
   from nvfp4_pallas.kernels import append_mosaic_sm90 as kernel
 
   cache = abstract_cache(k_format, v_format, **options)
-  k, v = (
-    S((tokens, cache.num_kv_heads, pool.head_dim), jnp.bfloat16) for pool in (cache.k, cache.v)
-  )
+  k, v = (S((tokens, cache.num_kv_heads, pool.head_dim), dtype) for pool in (cache.k, cache.v))
   return kernel.append, (cache, k, v, S((tokens,), jnp.int32))
 
 
@@ -99,7 +105,32 @@ def attention(cache, read_path, *, tokens, seqs, group=4, **options):
   return partial(kernel.attention, spec=spec, **options), (q, cache, batch)
 
 
-def decode(cache, read_path, **options):
+def decode(cache, read_path, *, group=4, seqs=64, batch_invariant=False, **numerics):
+  from nvfp4_pallas import RaggedBatch
+  from nvfp4_pallas.kernels import decode_mosaic_sm90 as kernel
+  from nvfp4_pallas.read_paths import AttentionSpec
+
+  spec = AttentionSpec(read_path, causal=True, sm_scale=0.1, **numerics)
+  q = S((seqs, cache.num_kv_heads * group, cache.k.head_dim), jnp.bfloat16)
+  lengths = S((seqs,), jnp.int32), S((seqs + 1,), jnp.int32)
+  batch = RaggedBatch(S((seqs, 128), jnp.int32), *lengths)
+  return partial(kernel.decode, spec=spec, batch_invariant=batch_invariant), (q, cache, batch)
+
+
+def tail(cache, read_path, *, q_len=16, seqs=16, group=4, config=None, **numerics):
+  from nvfp4_pallas import RaggedBatch
+  from nvfp4_pallas.kernels import tail_mosaic_sm90 as kernel
+  from nvfp4_pallas.read_paths import AttentionSpec
+
+  spec = AttentionSpec(read_path, **{"causal": True, "sm_scale": 0.1} | numerics)
+  tokens = seqs * q_len
+  q = S((tokens, cache.num_kv_heads * group, cache.k.head_dim), jnp.bfloat16)
+  lengths = S((seqs,), jnp.int32), S((seqs + 1,), jnp.int32)
+  batch = RaggedBatch(S((seqs, 256), jnp.int32), *lengths)
+  return partial(kernel.attention, spec=spec, config=config), (q, cache, batch)
+
+
+def split_kv(cache, read_path, **options):
   return attention(cache, read_path, tokens=64, seqs=64, num_splits=8, max_q_len=1, **options)
 
 
@@ -130,32 +161,107 @@ def append_definition(k_format):
 CASES = (
   Case("definition/append_nvfp4", lambda: append_definition("nvfp4"), 0, donate=(0,)),
   Case("definition/append_fp8", lambda: append_definition("fp8"), 0, donate=(0,)),
-  Case("pack/scalar", lambda: pack((4096, HEADS), HEAD_DIM, ()), 80),
-  Case("pack/per_head", lambda: pack((4096, HEADS), HEAD_DIM, (HEADS,)), 80),
+  # A thread packs 2 times 16 values, with 9.5 instructions each, and unpacks 2 times 8, with 6.6.
+  Case("pack/scalar", lambda: pack((4096, HEADS), HEAD_DIM, ()), 56, max_instructions=317),
+  Case("pack/per_head", lambda: pack((4096, HEADS), HEAD_DIM, (HEADS,)), 56, max_instructions=322),
   Case("pack/float16", lambda: pack((4096, HEADS), HEAD_DIM, (), jnp.float16), 80),
   Case("pack/float32", lambda: pack((4096, HEADS), HEAD_DIM, (), jnp.float32), 80),
-  Case("pack/odd_rows_dim_80", lambda: pack((4095, 5), 80, (5,)), 80),
-  Case("unpack/scalar", lambda: unpack((4096, HEADS), HEAD_DIM, ()), 48),
-  Case("unpack/per_head", lambda: unpack((4096, HEADS), HEAD_DIM, (HEADS,)), 48),
+  Case("pack/odd_rows_dim_80", lambda: pack((4095, 5), 80, (5,)), 64, max_instructions=373),
+  Case("unpack/scalar", lambda: unpack((4096, HEADS), HEAD_DIM, ()), 24, max_instructions=110),
+  Case(
+    "unpack/per_head",
+    lambda: unpack((4096, HEADS), HEAD_DIM, (HEADS,)),
+    24,
+    max_instructions=116,
+  ),
   Case("unpack/float32", lambda: unpack((4096, HEADS), HEAD_DIM, (), jnp.float32), 48),
-  Case("unpack/odd_rows_dim_80", lambda: unpack((4095, 5), 80, (5,)), 48),
-  Case("append/nvfp4", lambda: append("nvfp4", "nvfp4"), 80, donate=(0,)),
-  Case("append/fp8", lambda: append("fp8", "fp8"), 144, donate=(0,)),
-  Case("append/bf16", lambda: append("bf16", "bf16"), 32, donate=(0,)),
+  Case("unpack/odd_rows_dim_80", lambda: unpack((4095, 5), 80, (5,)), 32, max_instructions=162),
+  # A thread of K and one of V: 16 values with 11 instructions each, 16 with 9, and 8 with 5.
+  Case("append/nvfp4", lambda: append("nvfp4", "nvfp4"), 48, (0,), max_instructions=378),
+  Case("append/fp8", lambda: append("fp8", "fp8"), 32, (0,), max_instructions=313),
+  Case("append/bf16", lambda: append("bf16", "bf16"), 24, (0,), max_instructions=76),
+  # 32 values each, of two heads or four, with 10 instructions, 8, and 1.3.
+  Case(
+    "append/nvfp4_8192",
+    lambda: append("nvfp4", "nvfp4", tokens=8192),
+    56,
+    (0,),
+    max_instructions=672,
+  ),
+  Case(
+    "append/fp8_8192", lambda: append("fp8", "fp8", tokens=8192), 48, (0,), max_instructions=548
+  ),
+  Case(
+    "append/bf16_8192", lambda: append("bf16", "bf16", tokens=8192), 32, (0,), max_instructions=90
+  ),
+  Case("append/float16", lambda: append("nvfp4", "fp8", dtype=jnp.float16), 144, donate=(0,)),
   Case(
     "append/nvfp4_bf16_dims_80_256",
     lambda: append("nvfp4", "bf16", head_dim=80, v_head_dim=256),
-    80,
+    48,
     donate=(0,),
   ),
   # 2^33 bytes of codes in one array.
   Case(
     "append/large",
     lambda: append("nvfp4", "nvfp4", num_pages=2**17, page_size=128),
-    80,
+    48,
     donate=(0,),
   ),
-  Case("attention/decode", lambda: decode(abstract_cache(), "nvfp4_dequant"), 255),
+  # 168 registers a thread let three blocks of 128 threads onto a multiprocessor, 255 let two.
+  Case(
+    "decode/nvfp4",
+    lambda: decode(abstract_cache(), "nvfp4_dequant"),
+    168,
+    loop_values=64 * 2 * HEAD_DIM // 32,
+    max_loop=(2.9, 1.5),
+  ),
+  Case(
+    "decode/fp8",
+    lambda: decode(abstract_cache("fp8", "fp8"), "fp8"),
+    168,
+    loop_values=32 * 2 * HEAD_DIM // 32,
+    max_loop=(2.0, 1.6),
+  ),
+  Case(
+    "decode/bf16",
+    lambda: decode(abstract_cache("bf16", "bf16"), "bf16"),
+    168,
+    loop_values=16 * 2 * HEAD_DIM // 32,
+    max_loop=(2.8, 1.0),
+  ),
+  Case("decode/dim_64", lambda: decode(abstract_cache(head_dim=64), "nvfp4_dequant"), 168),
+  Case("decode/group_16", lambda: decode(abstract_cache(), "nvfp4_dequant", group=16), 255),
+  Case(
+    "decode/dim_256_group_16",
+    lambda: decode(abstract_cache(head_dim=256), "nvfp4_dequant", group=16),
+    255,
+  ),
+  Case(
+    "decode/bf16_dim_256",
+    lambda: decode(abstract_cache("bf16", "bf16", head_dim=256), "bf16"),
+    255,
+  ),
+  Case(
+    "decode/window_soft_cap",
+    lambda: decode(abstract_cache(), "nvfp4_dequant", window=999, soft_cap=30.0),
+    168,
+  ),
+  Case("decode/a4q", lambda: decode(abstract_cache(), "nvfp4_a4q", q_levels=2), 255),
+  Case(
+    "decode/batch_invariant",
+    lambda: decode(abstract_cache(), "nvfp4_dequant", batch_invariant=True),
+    168,
+  ),
+  Case("decode/page_16", lambda: decode(abstract_cache(page_size=16), "nvfp4_dequant"), 168),
+  Case(
+    "decode/fp8_nvfp4_dims_256_64",
+    lambda: decode(abstract_cache("fp8", head_dim=256, v_head_dim=64), "nvfp4_dequant", group=7),
+    168,
+  ),
+  Case("tail/16", lambda: tail(abstract_cache(), "nvfp4_dequant"), 255),
+  Case("tail/8", lambda: tail(abstract_cache(), "nvfp4_dequant", q_len=8), 255),
+  Case("attention/decode", lambda: split_kv(abstract_cache(), "nvfp4_dequant"), 255),
   Case("attention/prefill", lambda: prefill(abstract_cache(), "nvfp4_dequant"), 255),
   Case("attention/prefill_a4q", lambda: prefill(abstract_cache(), "nvfp4_a4q", q_levels=2), 255),
   Case(
@@ -184,5 +290,5 @@ CASES = (
     255,
   ),
   Case("attention/prefill_fp8_bf16", lambda: prefill(abstract_cache("fp8", "bf16"), "fp8"), 255),
-  Case("attention/decode_bf16", lambda: decode(abstract_cache("bf16", "bf16"), "bf16"), 255),
+  Case("attention/decode_bf16", lambda: split_kv(abstract_cache("bf16", "bf16"), "bf16"), 255),
 )

@@ -6,13 +6,14 @@ The definition itself is compiled for the GPU too and must round there as on the
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import nvfp4_pallas as nv
-from benchmarks import small
+from benchmarks import oracle, small
 from nvfp4_pallas import format as nvfp4
 from nvfp4_pallas.read_paths import READ_PATHS, AttentionSpec, round_q
 
@@ -111,6 +112,92 @@ def check_attention(inputs: small.Inputs) -> str:
   return f"check {inputs.phase}, {inputs.data}: {len(errors)} kernels, worst mean error {worst:.1e}"
 
 
+DECODE: tuple[tuple[str, tuple[str, str], dict[str, Any]], ...] = (
+  # Read path, formats of K and V, options.
+  ("nvfp4_dequant", ("nvfp4", "nvfp4"), {}),
+  ("nvfp4_dequant", ("nvfp4", "nvfp4"), {"window": 300, "soft_cap": 30.0}),
+  ("nvfp4_a4q", ("nvfp4", "fp8"), {"q_levels": 2}),
+  ("fp8", ("fp8", "fp8"), {}),
+  ("bf16", ("bf16", "bf16"), {}),
+)
+
+
+def check_decode() -> str:
+  """Ragged lengths over bytes of all kinds, against float64; then equal bits."""
+  lens = (2000, 0, 1, 777, 64, 1345)
+  worst = 0.0
+  for read_path, formats, options in DECODE:
+    q, cache, batch = ragged_decode(lens, *formats)
+    numerics: dict[str, Any] = {"read_path": read_path, **options}
+    run = functools.partial(nv.decode, implementation="mosaic_sm90", **numerics)
+    out, lse = jax.jit(run)(q, cache, batch)
+    exact = oracle.attention(q, cache, batch.page_table, batch.kv_lens, batch.cu_q_lens, **numerics)
+    out, lse = (np.asarray(a).astype(np.float64) for a in (out, lse))
+    empty = np.asarray(lens) == 0
+    if out[empty].any() or not np.isneginf(lse[empty]).all():
+      raise AssertionError(f"{numerics}: a free place is not 0 with lse -inf")
+    size = np.linalg.norm(exact.out[~empty], axis=-1)
+    error = np.linalg.norm((out - exact.out)[~empty], axis=-1) / size
+    lse_error = np.abs(lse[~empty] - exact.lse[~empty])
+    # The contract: 5e-3 for the mean, twice that for any row.
+    if not (error.mean() <= 5e-3 and error.max() <= 1e-2 and lse_error.max() <= 1e-3):
+      raise AssertionError(f"{numerics} {formats}: errors {error.max()}, lse {lse_error.max()}")
+    worst = max(worst, error.max())
+  check_decode_bits(*ragged_decode(lens, "nvfp4", "nvfp4"))
+  return (
+    f"check decode: {len(DECODE)} kernels, worst row {worst:.1e}; 100 times, or alone, same bits"
+  )
+
+
+def check_decode_bits(q, cache, batch) -> None:
+  """100 times the same, and with batch_invariant each sequence alone as in the batch."""
+  plain = functools.partial(nv.decode, read_path="nvfp4_dequant", implementation="mosaic_sm90")
+  invariant = jax.jit(functools.partial(plain, batch_invariant=True))
+  for run in (jax.jit(plain), invariant):
+    first = run(q, cache, batch)
+    for _ in range(100):
+      if count_different(run(q, cache, batch), first):
+        raise AssertionError("the same inputs gave other bits")
+  together = invariant(q, cache, batch)
+  for s in range(batch.num_seqs):
+    one = slice(s, s + 1)
+    alone = nv.RaggedBatch.for_decode(batch.page_table[one], batch.kv_lens[one])
+    if count_different(invariant(q[one], cache, alone), [a[one] for a in together]):
+      raise AssertionError(f"sequence {s} alone has other bits than in the batch")
+
+
+def ragged_decode(lens, k_format: str, v_format: str):
+  """(q, cache, batch): random bytes in random pages, and NaN wherever nothing may be read."""
+  r = np.random.default_rng(3)
+  heads, dim, page_size = 2, 128, 64
+  pages = [-(-n // page_size) for n in lens]
+  num_pages = sum(pages) + 1
+  order = np.split(r.permutation(num_pages)[: sum(pages)], np.cumsum(pages)[:-1])
+  table = np.full((len(lens), max(pages) + 1), 2**30)
+  live = np.zeros((num_pages, 1, page_size, 1), bool)
+  for s, n in enumerate(lens):
+    table[s, : pages[s]] = order[s]
+    keys = np.arange(n)
+    live[table[s, keys // page_size], 0, keys % page_size] = True
+
+  def pool(format: str) -> nv.PagePool:
+    shape = (num_pages, heads, page_size)
+    scale = None if format == "bf16" else jnp.asarray(r.uniform(0.4, 1.7, heads), jnp.float32)
+    if format == "nvfp4":
+      codes = r.integers(0, 256, (*shape, dim // 2), dtype=np.uint8)
+      scales = r.integers(0, 0x3B, (*shape, dim // 16), dtype=np.uint8)  # up to 1.25
+      scales = np.where(live, scales, np.uint8(0x7F)).view(jnp.float8_e4m3fn)
+      return nv.PagePool(jnp.asarray(codes), jnp.asarray(scales), scale, format)
+    values = np.where(live, r.standard_normal((*shape, dim)), np.nan)
+    dtype = jnp.bfloat16 if format == "bf16" else jnp.float8_e4m3fn
+    return nv.PagePool(jnp.asarray(values.astype(np.float32).astype(dtype)), None, scale, format)
+
+  q = jnp.asarray(r.standard_normal((len(lens), 4 * heads, dim)), jnp.bfloat16)
+  cache = nv.PagedKVCache(k=pool(k_format), v=pool(v_format))
+  batch = nv.RaggedBatch.for_decode(jnp.asarray(table, jnp.int32), jnp.asarray(lens, jnp.int32))
+  return q, cache, batch
+
+
 def check_repeats() -> str:
   inputs = small.gaussian("chunk", 3, 40, 700)
   cache, batch = small.filled_cache(inputs, small.Variant("nvfp4_dequant", "nvfp4", "nvfp4"))
@@ -155,6 +242,7 @@ CHECKS = (
   check_pack,
   check_append,
   *(functools.partial(check_attention, i) for i in small.small_shapes() + small.real_layers()),
+  check_decode,
   check_repeats,
   check_large_cache,
 )

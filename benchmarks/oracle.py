@@ -143,6 +143,8 @@ class Attention:
   spread: np.ndarray  # sum_j p_j |v_j|, [tokens, heads, dim]
   delta: np.ndarray  # [tokens, heads]
   keys: np.ndarray  # n, [tokens, heads]
+  magnitude: np.ndarray  # sum_j |v_j| / sum_j exp(s_j - max s), [tokens, heads, dim]
+  reach: np.ndarray  # max_d |q_d| max_j sum_d |k_jd| * |sm_scale|, [tokens, heads]
 
   def out_bound(self, *, bf16_weights=False, bf16_out=False) -> np.ndarray:
     relative = 2 * self.delta + (self.keys + 16) * F32_UNIT + (2 * BF16_UNIT) * bf16_weights
@@ -183,6 +185,8 @@ def attention(
     spread=np.zeros((*shape, v_pages.shape[-1])),
     delta=np.zeros(shape),
     keys=np.zeros(shape),
+    magnitude=np.zeros((*shape, v_pages.shape[-1])),
+    reach=np.zeros(shape),
   )
   for s in range(len(kv_lens)):
     n, first, last = int(kv_lens[s]), int(cu[s]), int(cu[s + 1])
@@ -226,3 +230,5 @@ def _row(result, place, q, k, v, scale, soft_cap, sink):
   result.spread[place] = p @ np.abs(v)
   result.delta[place] = ((k.shape[1] + 4) * size + 8 * np.abs(score)).max() * F32_UNIT
   result.keys[place] = len(k)
+  result.magnitude[place] = np.abs(v).sum(axis=0) / total
+  result.reach[place] = np.abs(q).max() * np.abs(k).sum(axis=1).max() * abs(scale)

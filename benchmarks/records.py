@@ -30,6 +30,8 @@ class Row:
     kernel_names: device kernels seen in the trace, or what ran in their place.
     bytes: what a call must move at least; floor_us: that over the copy bandwidth, or FLOPs over
       their rate, whichever is longer.
+    floor_fraction: floor_us / us_median, which is 1 at the floor.
+    batch_invariant: of decode, whether it was asked for.
     timer: `trace` is device time of all kernels of a call; `wall` is host time around it.
     kernel_error: mean over rows of relative L2 against float64 on the same decoded bytes.
     format_error: the same against wide inputs.
@@ -58,6 +60,8 @@ class Row:
   kernel_names: tuple[str, ...] = ()
   bytes: int | None = None
   floor_us: float | None = None
+  floor_fraction: float | None = None
+  batch_invariant: bool | None = None
   us_median: float | None = None
   us_min: float | None = None
   us_max: float | None = None
@@ -118,8 +122,10 @@ def write(rows: list[Row], path: pathlib.Path) -> None:
 
 
 def _finite(row: Row) -> dict:
-  """The row with null for an infinite signal-to-noise ratio, which JSON cannot say."""
+  """The row, with what follows from it, and null for infinity, which JSON cannot say."""
   fields = dataclasses.asdict(row)
+  if row.floor_us and row.us_median:
+    fields["floor_fraction"] = row.floor_us / row.us_median
   if row.snr_db:
     fields["snr_db"] = {k: v if math.isfinite(v) else None for k, v in row.snr_db.items()}
   return fields

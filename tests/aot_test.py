@@ -3,12 +3,16 @@
 Skipped where JAX's CUDA compiler can neither be found nor downloaded.
 """
 
+import collections
+import dataclasses
 import os
+import re
 from unittest import mock
 
 from absl.testing import absltest, parameterized
 
 from benchmarks import aot, aot_cases
+from benchmarks.sass import Code, alu
 from tests.base import TestCase
 
 
@@ -22,12 +26,18 @@ class CompileTest(TestCase):
     self.assertEqual(aot.verdict(case, report), "ok")
     kernel = case.name.partition("/")[0]
     if kernel in ("pack", "unpack", "append"):
-      # Nothing that rounds twice, or less than exactly.
-      self.assertNotRegex(report.ptx, r"div\.(full|approx)|rcp|fma\.|\.ftz")
+      # What the compiler wrote rounds nothing twice, or less than exactly.
+      compiled = re.sub(r"// begin inline asm.*?// end inline asm", "", report.ptx, flags=re.DOTALL)
+      self.assertNotRegex(compiled, r"div\.(full|approx)|rcp|fma\.|\.ftz")
       self.assertEqual(report.hlo.count("custom-call("), 1)
+      self.assertNotIn(" fusion(", report.hlo)
     if case.name == "append/large":
-      page_bytes = 8 * 128 * 64
-      self.assertRegex(report.ptx, rf"mul\.wide\.u32\s+%rd\d+, %r\d+, {page_bytes};")
+      self.assertRegex(report.ptx, r"mad\.wide\.u32 d\d+, r\d+, 8, d\d+;")  # codes of a block
+    if kernel == "decode":
+      # Two kernels, and nothing beside them but what prepares an A4Q q.
+      self.assertEqual(report.hlo.count("custom-call("), 2)
+      if case.name != "decode/a4q":
+        self.assertNotRegex(report.hlo, r" (fusion|copy|copy-start|convert|broadcast)\(")
     if case.donate:
       self.check_in_place(report.hlo, by_kernel=kernel != "definition")
 
@@ -47,10 +57,13 @@ class ReportTest(TestCase):
     return aot.AotReport((kernel,), "", 0.0)
 
   def test_verdict(self):
-    case = aot_cases.Case("k", lambda: None, max_registers=40)
+    case = aot_cases.Case("k", lambda: (print, ()), max_registers=40)
     self.assertEqual(aot.verdict(case, self.report()), "ok")
     self.assertStartsWith(aot.verdict(case, self.report(registers=41)), "FAIL")
     self.assertStartsWith(aot.verdict(case, self.report(spills=8)), "FAIL")
+    case = dataclasses.replace(case, max_instructions=1)
+    two = aot.Kernel("k", 40, 0, 0, "", "/*0000*/ FADD R1, R1, R1 ;\n/*0010*/ EXIT ;")
+    self.assertStartsWith(aot.verdict(case, aot.AotReport((two,), "", 0.0)), "FAIL")
 
   def test_counts_instructions(self):
     sass = """
@@ -61,6 +74,45 @@ class ReportTest(TestCase):
     """
     kernel = aot.Kernel("k", 1, 0, 0, "", sass)
     self.assertEqual(kernel.ops, {"LD": 1, "HGMMA": 1, "UMOV": 1})
+
+  LOOP = """
+    .L_x_0:
+      -:-:-:Y:01        /*0010*/                   LDS R4, [R2]
+    .L_x_1:
+      -:-:-:Y:01        /*0020*/                   LOP3.LUT R4, R4, 0xf, RZ, 0xc0, !PT
+      -:-:-:Y:01        /*0030*/                   HMMA.16816.F32 R8, R4, R6, R8
+      -:-:-:Y:01        /*0040*/                   NOP
+    .L_x_2:
+      -:-:-:Y:01        /*0050*/                   F2FP.F16.F32.PACK_AB R4, R5, R4
+      -:-:-:Y:01        /*0060*/              @!P1 BRA `(.L_x_2)
+      -:-:-:Y:01        /*0070*/               @P0 BRA `(.L_x_1)
+      -:-:-:Y:01        /*0080*/                   HMMA.16816.F32 R8, R4, R6, R8
+      -:-:-:Y:01        /*0090*/               @P2 BRA `(.L_x_1)
+      -:-:-:Y:01        /*00a0*/               @P3 BRA `(.L_x_0)
+      -:-:-:Y:01        /*00b0*/                   BRA `(.L_x_3)
+    .L_x_3:
+      -:-:-:Y:01        /*00c0*/                   EXIT
+  """
+
+  def test_finds_the_inner_loop(self):
+    """The shortest loop with both tensor core instructions in it."""
+    loop = Code.parse(self.LOOP).inner_loop()
+    self.assertEqual(loop, {"LOP3": 1, "HMMA": 2, "F2FP": 1, "BRA": 3})
+    self.assertEqual(alu(collections.Counter(loop)), 3)
+    straight = "\n".join(line for line in self.LOOP.splitlines() if "BRA" not in line)
+    self.assertIsNone(Code.parse(straight).inner_loop())
+    self.assertIsNone(Code.parse("").inner_loop())
+
+  def test_verdict_of_the_loop(self):
+    report = aot.AotReport((aot.Kernel("k", 40, 0, 0, "", self.LOOP),), "", 0.0)
+    case = aot_cases.Case(
+      "k", lambda: (print, ()), max_registers=40, loop_values=2, max_loop=(3.5, 1.5)
+    )
+    self.assertEqual(aot.of_loop(case, report), (3.5, 1.5))
+    self.assertEqual(aot.verdict(case, report), "ok")
+    for bounds in ((3.4, 1.5), (3.5, 1.4)):
+      tighter = dataclasses.replace(case, max_loop=bounds)
+      self.assertStartsWith(aot.verdict(tighter, report), "FAIL more than")
 
   def test_missing_tool(self):
     with (

@@ -1,4 +1,7 @@
-"""The sm_90 append kernel under GPU interpret mode, against cache.encode_rows, byte for byte."""
+"""The sm_90 append kernels against cache.encode_rows, byte for byte.
+
+What is plain Pallas runs under GPU interpret mode, what is PTX in tests/ptx_emulator.py.
+"""
 
 import dataclasses
 
@@ -10,12 +13,15 @@ from absl.testing import absltest, parameterized
 
 from nvfp4_pallas import cache as kv_cache
 from nvfp4_pallas.kernels import append_mosaic_sm90 as kernel
+from nvfp4_pallas.kernels import append_ptx
 from tests import kernel_cases as cases
+from tests import ptx_emulator
 from tests.base import TestCase
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 PAGES, PAGE_SIZE = 3, 16
 SLOTS = PAGES * PAGE_SIZE
+ARRAYS = ("data", "block_scale")  # of a pool
 
 encode_rows = jax.jit(kv_cache.encode_rows)
 
@@ -158,6 +164,89 @@ class AppendTest(TestCase):
       want = expected(before, x, np.asarray(slots).reshape(-1))
       for array, bytes in zip(kv_cache.pool_arrays(after), want, strict=True):
         np.testing.assert_array_equal(cases.raw(array), bytes)
+
+
+class PtxTest(TestCase):
+  def check(self, cache, tokens, slots, tuning=append_ptx.DEFAULT):
+    slots = np.asarray(slots, np.int32)
+    pools = {"k": cache.k, "v": cache.v}
+    new = dict(zip("kv", random_rows(np.random.default_rng(0), cache, tokens), strict=True))
+    rows = {name: kernel.page_rows(pool) for name, pool in pools.items()}
+    program, programs = append_ptx.append_program(rows["k"], rows["v"], tokens, tuning)
+    inputs, pages = {"slots": slots}, {}
+    for name, pool in pools.items():
+      inputs[f"{name}_rows"] = new[name]
+      if pool.global_scale is not None:
+        inputs[f"{name}_global_scale"] = pool.global_scale
+      arrays = kv_cache.pool_arrays(pool)
+      pages |= {f"{name}_{a}": raw for a, raw in zip(ARRAYS, map(cases.raw, arrays), strict=False)}
+    memory = ptx_emulator.Memory(inputs=inputs, in_place=pages)
+    ptx_emulator.run(program, memory, programs=range(programs), threads=tuning.threads)
+    for name, pool in pools.items():
+      for array, want in zip(ARRAYS, expected(pool, new[name], slots), strict=False):
+        np.testing.assert_array_equal(memory.array(f"{name}_{array}"), want, err_msg=name)
+
+  @parameterized.parameters(
+    (("nvfp4", "nvfp4"), (64, 128)),
+    (("nvfp4", "bf16"), (80, 112)),
+    (("fp8", "nvfp4"), (112, 64)),
+    (("bf16", "fp8"), (128, 256)),
+  )
+  def test_formats_and_head_dims(self, formats, dims):
+    r = np.random.default_rng(0)
+    cache = random_cache(r, *formats, 2, *dims)
+    self.check(cache, 6, r.permutation(SLOTS)[:6])
+
+  @parameterized.product(
+    formats=(("nvfp4", "fp8"), ("fp8", "bf16"), ("bf16", "nvfp4")),
+    heads=((2, 2), (2, 6), (4, 6), (4, 8), (4, 3)),
+  )
+  def test_heads_of_a_thread(self, formats, heads):
+    heads_of_thread, heads = heads
+    r = np.random.default_rng(4)
+    cache = random_cache(r, *formats, heads, 64, 80)
+    slots = r.permutation(SLOTS)[:7]
+    slots[3] = -1
+    self.check(cache, 7, slots, append_ptx.Tuning(heads_of_thread))
+
+  def test_larger_blocks_and_hints(self):
+    r = np.random.default_rng(5)
+    cache = random_cache(r, heads=8)
+    tuning = append_ptx.Tuning(2, 256, load="global.cs", store="global.cs")
+    self.check(cache, 12, r.permutation(SLOTS)[:12], tuning)
+
+  def test_places_fit_32_bits(self):
+    def supports(num_pages):
+      return append_ptx.supports(append_ptx.Rows("nvfp4", 8, 128, num_pages, 64))
+
+    self.assertTrue(supports(2**20))
+    self.assertFalse(supports(2**20 + 1))
+
+  def test_many_tokens_share_threads(self):
+    def heads_of_thread(format, tokens):
+      return append_ptx.heads_of_thread(append_ptx.Rows(format, 8, 128, 512, 64), tokens)
+
+    for format, many in (("nvfp4", 2), ("fp8", 2), ("bf16", 4)):
+      self.assertEqual(heads_of_thread(format, 512), 1)
+      self.assertEqual(heads_of_thread(format, 8192), many)
+
+  @parameterized.parameters(*kv_cache.PAGE_SIZES)
+  def test_page_sizes(self, page_size):
+    cache = random_cache(np.random.default_rng(1), heads=3, page_size=page_size)
+    slots = (0, page_size - 1, page_size, 3 * page_size - 1, 1, 2, 3)
+    self.check(cache, len(slots), slots)
+
+  @parameterized.parameters("nvfp4", "fp8", "bf16")
+  def test_skipped_slots(self, format):
+    cache = random_cache(np.random.default_rng(2), format, format)
+    slots = (5, -1, SLOTS - 1, SLOTS, SLOTS + 1, 2**31 - 1, -(2**31), -16, 17)
+    self.check(cache, len(slots), slots)
+
+  @parameterized.parameters(1, 2, 3, 5)
+  def test_tokens(self, tokens):
+    r = np.random.default_rng(3)
+    cache = random_cache(r, heads=1)
+    self.check(cache, tokens, r.permutation(SLOTS)[:tokens])
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ The kernels themselves are judged in kernel_*_test.py; here the same calls that 
 to them, and must give what the definition gives: the same bytes, or the same numbers to bfloat16.
 """
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -61,6 +62,7 @@ class OperationsTest(TestCase):
 
   @parameterized.parameters(None, 3)
   def test_decode(self, num_splits):
+    """Interpreted, so by prefill's kernel."""
     built = cases.build(cases.decode_case(cases.Case("decode", kv_lens=(300, 0, 17))))
     q = built.q[:3]
     decode = functools.partial(nv.decode, read_path="nvfp4_dequant", num_splits=num_splits)
@@ -100,15 +102,90 @@ class OperationsTest(TestCase):
       ):
         nv.pack(packing, levels=2, implementation="mosaic_sm90")
 
+  @parameterized.parameters(
+    ({}, "split_kv", "by the split-KV kernel"),
+    ({"group": 16, "head_dim": 256, "formats": ("bf16", "fp8")}, "split_kv", "split-KV"),
+    ({"group": 17}, "attention", "not the split-KV kernel: .* up to 16 query heads .* got 17"),
+    ({"head_dim": 96}, "attention", "head dims 64, 128, 256, got head_dim 96"),
+    ({"v_head_dim": 96}, "attention", "head dims 64, 128, 256, got v_head_dim 96"),
+    ({"num_splits": 1}, "attention", "it cuts the batch itself, and num_splits is given"),
+  )
+  def test_which_kernel_decodes(self, changes, kernel, reason):
+    built = cases.build(cases.decode_case(cases.MIXED))
+    spec = AttentionSpec("nvfp4_dequant", True, 1.0)
+    request = dataclasses.replace(attention_request(built.q, built.cache, spec), **changes)
+    with dispatch.use_target(dispatch.Target("sm_90")):
+      chosen, why = decode_op.choose_kernel(request)
+      self.assertEqual(chosen, kernel)
+      self.assertRegex(why, reason)
+      for implementation in (None, "mosaic_sm90"):
+        resolved = decode_op.resolve_decode(request, implementation)
+        self.assertEqual(resolved.implementation, "mosaic_sm90")
+        self.assertEndsWith(resolved.reason, why)
+        function = {"split_kv": decode_op._decode_split_kv}.get(kernel, decode_op._decode_attention)
+        self.assertIs(resolved.function, function)
+    with dispatch.use_target(dispatch.Target("sm_90", interpret=object())):
+      self.assertEqual(decode_op.choose_kernel(request)[0], "attention")
+
+  def test_only_the_split_kv_kernel_has_room_for_bf16_of_head_dim_256(self):
+    built = cases.build(cases.decode_case(cases.MIXED))
+    spec = AttentionSpec("bf16", True, 1.0)
+    request = dataclasses.replace(
+      attention_request(built.q, built.cache, spec),
+      head_dim=256,
+      v_head_dim=256,
+      formats=("bf16", "bf16"),
+    )
+    with dispatch.use_target(dispatch.Target("sm_90")):
+      self.assertEqual(decode_op.resolve_decode(request).implementation, "mosaic_sm90")
+      split = dataclasses.replace(request, num_splits=2)
+      resolved = decode_op.resolve_decode(split)
+      self.assertEqual(resolved.implementation, "xla")
+      self.assertRegex(resolved.reason, "not mosaic_sm90: .* bytes of shared memory")
+
+  @parameterized.product(
+    dtype=(jnp.bfloat16, jnp.float16, jnp.float32), sinks=(False, True), invariant=(False, True)
+  )
+  def test_split_kv_is_rounded_once(self, dtype, sinks, invariant):
+    """The kernel, replaced by one that notes its options, gives q's dtype or what sinks change."""
+    built = cases.build(cases.decode_case(cases.MIXED), padding_rows=0)
+    q, noted = built.q.astype(dtype), []
+
+    def fake(q, cache, batch, spec, **options):
+      noted.append(options)
+      value = jnp.full(q.shape, 1 + 3 * 2.0**-12, options["out_dtype"])
+      return value, jnp.zeros(q.shape[:2], jnp.float32)
+
+    with (
+      mock.patch("nvfp4_pallas.kernels.decode_mosaic_sm90.decode", fake),
+      dispatch.use_target(dispatch.Target("sm_90")),
+    ):
+      out, _ = nv.decode(
+        q,
+        built.cache,
+        built.batch,
+        read_path="nvfp4_dequant",
+        batch_invariant=invariant,
+        sinks=jnp.full((q.shape[1],), np.log(3), jnp.float32) if sinks else None,
+      )
+    inner = jnp.float32 if sinks else dtype
+    self.assertEqual(noted, [{"batch_invariant": invariant, "out_dtype": inner}])
+    self.assertEqual(out.dtype, dtype)
+    exact = (1 + 3 * 2.0**-12) / (4 if sinks else 1)
+    self.assertAlmostEqual(
+      float(out[0, 0, 0]), float(jnp.asarray(exact, dtype)), delta=2.0**-22 if sinks else 0
+    )
+
   def test_batch_invariant_splits_do_not_depend_on_the_batch(self):
     used = {}
     for invariant in (False, True):
       for num_seqs, max_pages in ((1, 256), (40, 256), (1, 64)):
-        cache = nv.PagedKVCache.create(num_pages=1, page_size=64, num_kv_heads=1, head_dim=64)
+        # The split-KV kernel has no such head_dim, and sees to it itself: kernel_decode_test.py.
+        cache = nv.PagedKVCache.create(num_pages=1, page_size=64, num_kv_heads=1, head_dim=96)
         batch = nv.RaggedBatch.for_decode(
           jnp.zeros((num_seqs, max_pages), jnp.int32), jnp.ones((num_seqs,), jnp.int32)
         )
-        q = jnp.zeros((num_seqs, 1, 64), jnp.bfloat16)
+        q = jnp.zeros((num_seqs, 1, 96), jnp.bfloat16)
 
         def fake(q, *_, num_splits, **__):
           used.setdefault(invariant, set()).add(num_splits)  # noqa: B023 - called in the loop

@@ -1,6 +1,11 @@
-"""The sm_90 pack and unpack kernels under GPU interpret mode, bit for bit against format.py."""
+"""The sm_90 pack and unpack kernels, bit for bit against format.py.
+
+What is plain Pallas runs under GPU interpret mode, what is PTX in tests/ptx_emulator.py; there on
+ordinary values, as encode_ptx_test.py has the hard ones.
+"""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +16,10 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nvfp4_pallas import format as nvfp4
-from nvfp4_pallas.kernels import common
+from nvfp4_pallas.kernels import common, pack_ptx
 from nvfp4_pallas.kernels import pack_mosaic_sm90 as kernel
 from tests import kernel_cases as cases
+from tests import ptx_emulator
 from tests.base import TestCase
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -128,6 +134,68 @@ class UnpackTest(TestCase):
   def test_why_not(self):
     self.assertIsNone(kernel.unsupported_unpack(1))
     self.assertIn("level", kernel.unsupported_unpack(2))
+
+
+class PtxTest(TestCase):
+  """Leading shape, values of a row, shape of the global scale."""
+
+  SHAPES = (
+    ((), 16, ()),
+    ((3,), 80, (1,)),
+    ((64,), 128, ()),  # nothing is left over
+    ((32, 8), 128, (8,)),  # all pieces of a thread have the same scale
+    ((16, 16), 64, (16,)),
+    ((16, 16), 256, (16,)),
+    ((7, 5), 80, (5,)),
+    ((2, 3, 5), 48, (3, 1)),
+    ((2, 3, 5), 48, (2, 1, 1)),
+    ((2, 3, 5), 48, (1, 3, 5)),
+    ((257,), 32, (257,)),
+  )
+
+  def arrays(self, leading, n, scale_shape):
+    r = np.random.default_rng(8)
+    x = r.standard_normal((*leading, n)) * 2.0 ** r.integers(-9, 9, (*leading, 1))
+    x, scale = (
+      jnp.asarray(x, jnp.bfloat16),
+      jnp.asarray(r.uniform(0.1, 3, scale_shape), jnp.float32),
+    )
+    array = encode_definition(x, scale)
+    return x, array, scale, kernel.cycle(scale, leading)
+
+  def run_program(self, program, programs, inputs, outputs):
+    memory = ptx_emulator.Memory(inputs=inputs, outputs=outputs)
+    ptx_emulator.run(program, memory, programs=range(programs))
+    return [memory.array(name) for name in outputs]
+
+  @parameterized.parameters(*SHAPES)
+  def test_pack(self, leading, n, scale_shape):
+    x, want, _, scales = self.arrays(leading, n, scale_shape)
+    codes, block_scale = self.run_program(
+      *pack_ptx.pack_program(kernel.blocks_of(want.block_scale, scales)),
+      {"x": x, "global_scale": scales},
+      {"codes": want.codes, "block_scale": want.block_scale},
+    )
+    np.testing.assert_array_equal(codes, want.codes)
+    np.testing.assert_array_equal(cases.raw(block_scale), cases.raw(want.block_scale))
+
+  @parameterized.parameters(*SHAPES)
+  def test_unpack(self, leading, n, scale_shape):
+    x, array, _, scales = self.arrays(leading, n, scale_shape)
+    (got,) = self.run_program(
+      *pack_ptx.unpack_program(kernel.blocks_of(array.block_scale, scales)),
+      {"codes": array.codes, "block_scale": array.block_scale, "global_scale": scales},
+      {"x": x},
+    )
+    np.testing.assert_array_equal(got, nvfp4.decode(array, "bfloat16"))
+
+  @parameterized.parameters(*SHAPES)
+  def test_scales_in_cycles(self, leading, n, scale_shape):
+    _, array, scale, scales = self.arrays(leading, n, scale_shape)
+    rows = np.broadcast_to(scale, leading).ravel()
+    np.testing.assert_array_equal(np.resize(scales, rows.size), rows)
+    repeated = math.prod(leading) // scales.size
+    self.assertEqual(repeated * scales.size, rows.size)
 
 
 class InterpretTest(TestCase):

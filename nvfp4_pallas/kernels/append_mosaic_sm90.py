@@ -5,18 +5,20 @@
     fp8:    data        = e4m3(x / global_scale)
     bf16:   data        = x
 
-bit for bit as cache.encode_rows rounds (common.py says how). Plain Pallas Mosaic GPU, no inline
-assembly.
+bit for bit as cache.encode_rows rounds. One launch for K and V, in place.
 
-One launch for K and V, in place. A program is one warpgroup and writes the row of one token, all
-heads, of K or of V: it reads the token's slot, leaves if there is none, and otherwise encodes one
-block of sixteen values a thread. A row's stores are a few plain vector stores with the strides of
-the pages; the 4 to 16 scale bytes of a head, too few for a TMA copy, are single bytes.
+Rows of bfloat16 are written by a PTX program (append_ptx.py): neighbouring threads store to the
+pages of several tokens, which Pallas' stores of whole tiles cannot say. Rows of other dtypes, pools
+of more than 2^32 scale blocks, and where the kernel is interpreted, which inline assembly cannot
+be, are left to plain Pallas: a program is one warpgroup and writes the row of one token, all heads,
+of K or of V. It reads the token's slot, leaves if there is none, and otherwise encodes one block of
+sixteen values a thread (common.py). A row's stores are a few plain vector stores with the strides
+of the pages; the 4 to 16 scale bytes of a head, too few for a TMA copy, are single bytes.
 
 Bytes moved per value: 2 (bfloat16 rows) read, and .5625 (nvfp4), 1 (fp8) or 2 (bf16) written.
 
-Interpreted on a CPU and compiled ahead of time for sm_90a in the tests; run on an H200 as the rows
-of benchmarks/results say, which name the hash of these sources.
+Interpreted on a CPU and compiled ahead of time for sm_90a in the tests, the PTX emulated there; run
+on an H200 as the rows of benchmarks/results say, which name the hash of these sources.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nvfp4_pallas import cache as kv_cache
 from nvfp4_pallas import format as nvfp4
-from nvfp4_pallas.kernels import common
+from nvfp4_pallas.kernels import append_ptx, common, ptx_launch
 from nvfp4_pallas.kernels.common import u32
 
 
@@ -53,9 +55,52 @@ def append(
       with one slot leave there is not promised.
     interpret: Mosaic GPU interpret parameters, to run on a CPU.
   """
-  tokens, page_size = slots.shape[0], cache.page_size
-  if tokens == 0:
+  if slots.shape[0] == 0:
     return cache
+  in_ptx = (
+    interpret is None
+    and k.dtype == v.dtype == jnp.bfloat16
+    and all(append_ptx.supports(page_rows(pool)) for pool in (cache.k, cache.v))
+  )
+  run = _append_in_ptx if in_ptx else partial(_append_in_pallas, interpret=interpret)
+  return run(cache, k, v, slots)
+
+
+def _append_in_ptx(cache, k, v, slots, *, tuning: append_ptx.Tuning = append_ptx.DEFAULT):
+  """See append_ptx.py."""
+  pools = (cache.k, cache.v)
+  k_rows, v_rows = map(page_rows, pools)
+  program, programs = append_ptx.append_program(k_rows, v_rows, slots.shape[0], tuning)
+  pages = tuple(tuple(map(jax.new_ref, kv_cache.pool_arrays(pool))) for pool in pools)
+  arguments = []
+  for pool, refs, x in zip(pools, pages, (k, v), strict=True):
+    scales = () if pool.global_scale is None else (pool.global_scale,)
+    arguments += [x, *refs, *scales]
+  run = ptx_launch.launch(
+    program,
+    name="kv_append",
+    programs=programs,
+    threads=tuning.threads,
+    smem_bytes=0,
+    out_type=(),
+  )
+  run(*arguments, slots)
+  k_pool, v_pool = (
+    kv_cache.with_arrays(pool, tuple(map(jax.freeze, refs)))
+    for pool, refs in zip(pools, pages, strict=True)
+  )
+  return dataclasses.replace(cache, k=k_pool, v=v_pool)
+
+
+def page_rows(pool: kv_cache.PagePool) -> append_ptx.Rows:
+  return append_ptx.Rows(
+    pool.format, pool.num_kv_heads, pool.head_dim, pool.num_pages, pool.page_size
+  )
+
+
+def _append_in_pallas(cache, k, v, slots, *, interpret):
+  """A program a row; see _write_row."""
+  tokens, page_size = slots.shape[0], cache.page_size
   pools, new = (cache.k, cache.v), (k, v)
   rows = tuple(_view_rows(pool, x) for pool, x in zip(pools, new, strict=True))
   pages = tuple(tuple(map(jax.new_ref, _view_pages(pool))) for pool in pools)

@@ -1,6 +1,6 @@
 """The main program of decode: a block attends to its run of keys. PTX, for decode_mosaic_sm90.py.
 
-    S^T = K q^T    P^T = exp2(c S^T - c max)    O^T += V^T P^T    c = sm_scale k_global_scale / ln 2
+    S^T = K q^T    P^T = exp2(c (S^T - max))    O^T += V^T P^T    c = sm_scale k_global_scale / ln 2
 
 Every warp works alone, on every WARPS-th tile of a segment (decode_work.py), with a ring of its own
 in shared memory, whose slots bulk copies fill with K and V of tiles in turn: nothing makes it wait
@@ -29,6 +29,7 @@ from collections.abc import Callable
 from nvfp4_pallas.kernels.decode_work import Cut, find_run
 from nvfp4_pallas.kernels.mma_fragments import Fragments, Lane
 from nvfp4_pallas.kernels.ptx import ALL_LANES, Mem, Ptx, Reg
+from nvfp4_pallas.kernels.q_operands import in_order, largest_of, to_f16, unit_for
 
 WARPS = 4
 THREADS = 32 * WARPS
@@ -36,6 +37,7 @@ COLUMNS = 8  # of the right operand of a product: query heads
 ROWS = 16  # of the left one: keys, or columns of V
 NEG_INF = float("-inf")
 LOG2_E = math.log2(math.e)
+MIN_NORMAL = 2.0**-126
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,13 @@ class Problem:
     arrays |= {"v": self.values.row_bytes, "v_scale": self.values.scale_bytes}
     return {name: nbytes for name, nbytes in arrays.items() if nbytes}
 
+  @property
+  def inputs(self) -> tuple[str, ...]:
+    """The main program's pointers to what it reads."""
+    pools = {"k_global": self.keys, "v_global": self.values}
+    scales = (name for name, pool in pools.items() if pool.has_global_scale)
+    return ("q", "table", "kv_lens", *scales, *self.pool_pointers)
+
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
@@ -108,20 +117,18 @@ class Ring:
     return self.barriers + 8 * WARPS * self.slots
 
 
-POINTERS_IN = ("q", "table", "kv_lens", "k_global", "v_global")
 POINTERS_OUT = ("out", "lse", "pieces", "piece_lse", "piece_slots")
 
 
 def attend(problem: Problem, cut: Cut, slots: int) -> Ptx:
-  """The program; its pointers are POINTERS_IN, Problem.pool_pointers and POINTERS_OUT."""
+  """The program; its pointers are Problem.inputs and POINTERS_OUT."""
   return _Attend(problem, cut, slots).p
 
 
 class _Attend:
   def __init__(self, problem: Problem, cut: Cut, slots: int):
     self.problem, self.cut, self.ring = problem, cut, Ring(cut.tile, slots, problem)
-    pools = problem.pool_pointers
-    self.p = Ptx((*POINTERS_IN, *pools, *POINTERS_OUT))
+    self.p = Ptx((*problem.inputs, *POINTERS_OUT))
     with self.p.scope() as scope:
       self._run(scope)
 
@@ -328,68 +335,38 @@ class _Attend:
           words = [word ^ "0x80008000" for word in words]
         operands.append(words)
       if problem.keys.operand == "f16":
-        operands, unit = self._q_as_f16(operands)
+        operands, unit = q_as_f16(p, operands)
         for parity in range(2):
           self.q_units.append(p.from_lane(unit, (self.lane.c * 2 + parity) * 4))
-      self.q.append([self._in_order(words) for words in operands])
-
-  def _in_order(self, words: list[Reg]) -> list[Reg]:
-    """Neighbouring columns in words, as the pairs of columns that K comes in."""
-    p, order = self.p, self.problem.keys.word_pairs()
-    halves = (0x10, 0x32), (0x5400, 0x7600)  # of the first and of the second word
-    return [
-      p.permute(words[a // 2], words[b // 2], halves[0][a % 2] | halves[1][b % 2])
-      for first in range(0, 2 * len(words), 2 * len(order))
-      for a, b in ((first + low, first + high) for low, high in order)
-    ]
-
-  def _q_as_f16(self, operands: list[list[Reg]]) -> tuple[list[list[Reg]], Reg]:
-    """A lane's part of a row of q, bf16 pairs, as float16 pairs in a unit of the row.
-
-    The unit is the power of two that brings the row's largest value to 16 or more and below 32:
-    float16 has more digits than bf16, but not its range.
-    """
-    p = self.p
-    high = [[word & "0xffff0000" for word in words] for words in operands]
-    low = [[word << 16 for word in words] for words in operands]
-    largest = p.u32(0)
-    for of_operand in (*high, *low):
-      for x in of_operand:
-        p.set(largest, p.maximum(largest, x & "0x7fffffff"))
-    for step in (1, 2):  # over the lanes that have the row
-      p.set(largest, p.maximum(largest, p.shuffle_xor(largest, step)))
-    exponent = p.minimum(p.maximum(largest >> 23, 5), 254)  # so that both factors are normal
-    factor, unit = p.register("f"), p.register("f")
-    p.emit("mov.b32", factor, (p.u32(127 + 4 + 127) - exponent) << 23)
-    p.emit("mov.b32", unit, (exponent - 4) << 23)
-
-    def scaled(x: Reg) -> Reg:
-      value = p.register("f")
-      p.emit("mov.b32", value, x)
-      return value * factor
-
-    packed = [
-      [p.pack("f16", scaled(a), scaled(b)) for a, b in zip(lows, highs, strict=True)]
-      for lows, highs in zip(low, high, strict=True)
-    ]
-    return packed, unit
+      self.q.append([in_order(p, words, problem.keys.word_pairs()) for words in operands])
 
   def _load_scale(self) -> None:
-    """c of each column, which brings scores to log2 units; not negative, to keep their order."""
+    """c of each column, which brings scores to log2 units; positive, to keep their order.
+
+    Where it would be too small for float32, as in rows of zeros, the smallest normal number will
+    do: the scores are nothing in log2 units either way, and -inf stays -inf.
+    """
     p, problem = self.p, self.problem
-    (k_global,) = p.load("global.nc", Mem(p.address(p.pointer("k_global"), self.head, 4)), kind="f")
-    scale = k_global * (abs(problem.sm_scale) * LOG2_E * problem.keys.unit)
+    scale = self._global_scale("k", abs(problem.sm_scale) * LOG2_E * problem.keys.unit)
     columns = 2 * problem.column_tiles
-    self.scales = [scale * unit for unit in self.q_units] or [scale] * columns
+    scales = [scale * unit for unit in self.q_units] or [scale] * columns
+    self.scales = [p.new("f", "max.NaN.f32", scale, MIN_NORMAL) for scale in scales]
     # With a cap, scores are in log2 units as soon as they are made.
     self.cap_scales = self.scales
     if problem.soft_cap is not None:
       self.scales = [p.f32(1.0)] * columns
 
+  def _global_scale(self, pool: str, factor: float) -> Reg:
+    """The head's, times a factor."""
+    p, name = self.p, f"{pool}_global"
+    if name not in self.problem.inputs:
+      return p.f32(factor)
+    (scale,) = p.load("global.nc", Mem(p.address(p.pointer(name), self.head, 4)), kind="f")
+    return scale * factor
+
   def _reset(self) -> None:
     p, columns = self.p, 2 * self.problem.column_tiles
     self.max = [p.f32(NEG_INF) for _ in range(columns)]  # of scores
-    self.anchor = [p.f32(0.0) for _ in range(columns)]  # - c max
     self.sum = [p.f32(0.0) for _ in range(columns)]  # the lane's part
     self.out = [
       [[p.f32(0.0) for _ in range(4)] for _ in range(self.problem.values.head_dim // ROWS)]
@@ -472,10 +449,12 @@ class _Attend:
     if values.scale_bytes:  # with scales of zero the codes do not matter
       first, nbytes = self.cut.tile * nbytes, values.scale_bytes
     size = min(nbytes, 16)
-    zero = p.u32(0)
-    for start in range(0, self.cut.tile * nbytes, 32 * size):
-      piece = self.lane.index + start // size
+    zero, pieces = p.u32(0), self.cut.tile * nbytes // size
+    for start in range(0, pieces, 32):
+      piece = self.lane.index + start
       unseen = ~seen(piece // (nbytes // size))
+      if pieces < 32:
+        unseen = unseen & (piece < pieces)
       p.store("shared", Mem(v + piece * size, first), [zero] * (size // 4), when=unseen)
     p.emit("fence.proxy.async.shared::cta")  # before a later copy into the same place
     p.sync_warp()
@@ -499,12 +478,12 @@ class _Attend:
         for x in [self.sum[column], *(acc[parity + h] for acc in self.out[tile] for h in (0, 2))]:
           p.set(x, x * shrink)
         p.set(old, top)
-        p.set(self.anchor[column], top * self.scales[column] * -1.0)
     for of_rows in scores:
       for tile, acc in enumerate(of_rows):
         for i, x in enumerate(acc):
           column = 2 * tile + i % 2
-          p.set(x, p.exp2(p.fma(x, self.scales[column], self.anchor[column])))
+          # Not c x - c max: of large scores c max is rounded by more than exp2 can bear.
+          p.set(x, p.exp2((x - self.max[column]) * self.scales[column]))
         for parity in range(2):
           total = self.sum[2 * tile + parity]
           p.set(total, total + (acc[parity] + acc[parity + 2]))
@@ -548,8 +527,7 @@ class _Attend:
       p.store("shared", at, [self.max[column] * self.scales[column], total], when=one)
     p.sync(THREADS)
 
-    (v_global,) = p.load("global.nc", Mem(p.address(p.pointer("v_global"), self.head, 4)), kind="f")
-    out_scale = v_global * problem.values.unit
+    out_scale = self._global_scale("v", problem.values.unit)
     pair = p.mad(self.seq, self.cut.kv_heads, self.head)
     slot = self._slot(pair)
     for start in range(0, group * dim, THREADS):
@@ -601,6 +579,22 @@ class _Attend:
     at = Mem(p.address(p.pointer("pieces"), row * dim + column, 4))
     p.store("global", at, [out], when=piece)
     p.store("global", Mem(p.address(p.pointer("piece_lse"), row, 4)), [lse], when=piece & first)
+
+
+def q_as_f16(p: Ptx, operands: list[list[Reg]]) -> tuple[list[list[Reg]], Reg]:
+  """A lane's quarter of a row of q, bf16 pairs, as float16 pairs in a unit of the row.
+
+  Args:
+    operands: what is added up to q; the row's largest value, of all, becomes 16 to 32.
+
+  Returns:
+    The operands in the unit, and the unit.
+  """
+  largest = largest_of(p, operands)
+  for step in (1, 2):  # over the lanes that have the row
+    largest = p.maximum(largest, p.shuffle_xor(largest, step))
+  inverse, unit = unit_for(p, largest, 4)
+  return [to_f16(p, words, inverse) for words in operands], unit
 
 
 def store_out(p: Ptx, dtype: str, index: Reg, value: Reg, when: Reg) -> None:

@@ -18,6 +18,7 @@ from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
 
 POINTERS_IN = ("kv_lens", "pieces", "piece_lse", "piece_slots")
 POINTERS_OUT = ("out", "lse")
+LOWEST = -1e38
 AT_ONCE = 4  # pieces that a warp loads without waiting in between
 
 
@@ -43,6 +44,11 @@ class Join:
   @property
   def rows(self) -> int:
     return self.num_seqs * self.kv_heads * self.group
+
+  @property
+  def piece_rows(self) -> int:
+    """Rows of a piece."""
+    return self.group
 
   @property
   def blocks(self) -> int:
@@ -73,23 +79,37 @@ def join(j: Join) -> Ptx:
   seq = pair // j.kv_heads
   (kv_len,) = p.load("global", Mem(p.address(p.pointer("kv_lens"), seq, 4)))
   first, pieces = p.load("global", Mem(p.address(p.pointer("piece_slots"), pair, 8)), 2)
+  join_row(p, j, kv_len, first, pieces, row, head, lane, warp, part)
+  return p
 
+
+def join_row(p: Ptx, j: Join, kv_len, first, pieces, row, piece_row, lane, warp, part) -> None:
+  """Puts one query head of one token together.
+
+  Args:
+    kv_len: of its sequence.
+    first, pieces: the slot of its first piece and how many there are.
+    row: in out.
+    piece_row: in each piece.
+    part: which of the j.warps the warp is.
+  """
   with p.scope() as scope:
     with p.when(kv_len.eq(0)):
       zeros = [p.f32(0.0) for _ in range(j.head_dim // 32)]
       _store(p, j, row, lane, zeros, p.f32(NEG_INF), part.eq(0))
     scope.leave_if(kv_len.eq(0))
     scope.leave_if(pieces.eq(1))
-    out, top, total = _add_pieces(p, j, first, pieces, head, lane, part)
+    out, top, total = _add_pieces(p, j, first, pieces, piece_row, lane, part)
     if j.warps > 1:
       out, top, total = _add_warps(p, j, warp, lane, out, top, total)
-    scale = p.reciprocal(total)
+    scale = p.select(total.eq(0.0), 0.0, p.reciprocal(total))
     lse = (top + p.log2(total)) * (1.0 / LOG2_E)
     _store(p, j, row, lane, [x * scale for x in out], lse, part.eq(0))
-  return p
 
 
-def _add_pieces(p: Ptx, j: Join, first, pieces, head, lane, part) -> tuple[list[Reg], Reg, Reg]:
+def _add_pieces(
+  p: Ptx, j: Join, first, pieces, piece_row, lane, part
+) -> tuple[list[Reg], Reg, Reg]:
   """The warp's share of the pieces: O, maximum and sum."""
   columns = j.head_dim // 32
   out = [p.f32(0.0) for _ in range(columns)]
@@ -102,7 +122,7 @@ def _add_pieces(p: Ptx, j: Join, first, pieces, head, lane, part) -> tuple[list[
       real = index < pieces
       if not j.in_order:
         index = p.select(index.eq(0), 0, index * 2 - 1)
-      at = (first + index) * j.group + head
+      at = (first + index) * j.piece_rows + piece_row
       lse, values = p.f32(NEG_INF), [p.f32(0.0) for _ in range(columns)]
       p.load_into([lse], "global", Mem(p.address(p.pointer("piece_lse"), at, 4)), when=real)
       address = p.address(p.pointer("pieces"), at * 32 + lane, 4 * columns)
@@ -110,7 +130,8 @@ def _add_pieces(p: Ptx, j: Join, first, pieces, head, lane, part) -> tuple[list[
         target = values[start : start + 4]
         p.load_into(target, "global", Mem(address, 4 * start), when=real)
       loaded.append((lse, values))
-    new_top = p.max_of([top, *(lse for lse, _ in loaded)])
+    # Pieces in which a row sees no key have lse -inf, and the first ones may all be such.
+    new_top = p.maximum(p.max_of([top, *(lse for lse, _ in loaded)]), LOWEST)
     shrink = p.exp2(top - new_top)
     for x in (total, *out):
       p.set(x, x * shrink)
@@ -134,7 +155,7 @@ def _add_warps(p: Ptx, j: Join, warp, lane, out, top, total) -> tuple[list[Reg],
   p.store("shared", Mem(mine), [top, total])
   p.sync(THREADS)
   states = [p.load("shared", Mem(p.smem, w * j.state_bytes), 2, kind="f") for w in range(WARPS)]
-  new_top = p.max_of([maximum for maximum, _ in states])
+  new_top = p.maximum(p.max_of([maximum for maximum, _ in states]), LOWEST)
   new_total, new_out = p.f32(0.0), [p.f32(0.0) for _ in range(columns)]
   for w, (maximum, of_warp) in enumerate(states):
     weight = p.exp2(maximum - new_top)

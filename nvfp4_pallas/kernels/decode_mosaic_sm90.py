@@ -26,12 +26,13 @@ import jax.numpy as jnp
 
 from nvfp4_pallas import format as nvfp4
 from nvfp4_pallas.batch import RaggedBatch
-from nvfp4_pallas.cache import PagedKVCache, PagePool, pool_arrays
+from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.kernels import decode_attend, decode_join
 from nvfp4_pallas.kernels.decode_attend import Problem, Ring
 from nvfp4_pallas.kernels.decode_join import Join
 from nvfp4_pallas.kernels.decode_work import Cut
 from nvfp4_pallas.kernels.mma_fragments import fragments
+from nvfp4_pallas.kernels.ptx import Ptx
 from nvfp4_pallas.kernels.ptx_launch import launch
 from nvfp4_pallas.read_paths import AttentionSpec
 
@@ -88,8 +89,40 @@ def choose_config(
       tile, why = 32, "half a tile, as the keys are few"
     if most_units() < 8 * blocks:
       blocks = min(most_units(), 2 * MULTIPROCESSORS)
-  join_warps = 4 if pairs * problem.group < 4 * MULTIPROCESSORS else 1
+  join_warps = 4 if batch_invariant or pairs * problem.group < 4 * MULTIPROCESSORS else 1
   return DecodeConfig(tile, 3, blocks, join_warps, 2048 // tile), why
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+  """One of the two programs, and how it is launched.
+
+  Attributes:
+    name: in a trace.
+    program: its pointers are names of arrays.
+    blocks: of threads.
+    smem_bytes: shared memory of a block.
+    makes: the arrays that it makes; they are its last pointers.
+  """
+
+  name: str
+  program: Ptx
+  blocks: int
+  smem_bytes: int
+  makes: dict[str, jax.ShapeDtypeStruct]
+
+  def launch(self, arrays: dict[str, Any]) -> dict[str, jax.Array]:
+    """Runs it on the arrays, or references to them, that have its pointers' names."""
+    run = launch(
+      self.program,
+      name=self.name,
+      programs=self.blocks,
+      smem_bytes=self.smem_bytes,
+      out_type=tuple(self.makes.values()),
+    )
+    pointers = self.program.parameters[:-2]
+    given = (name for name in pointers if name not in self.makes)
+    return dict(zip(self.makes, run(*(arrays[name] for name in given)), strict=True))
 
 
 def decode(
@@ -99,6 +132,7 @@ def decode(
   spec: AttentionSpec,
   *,
   batch_invariant: bool,
+  out_dtype: Any = None,
   config: DecodeConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Attention of one query token a sequence; ops.decode is the definition.
@@ -107,40 +141,22 @@ def decode(
     q: [num_seqs, num_q_heads, head_dim] of any float type; it is rounded to bf16 first.
     cache, batch, spec: as in ops.decode. All of the batch is data.
     batch_invariant: cut sequences at points that depend on nothing else.
+    out_dtype: bfloat16, float16 or float32; None for q's.
     config: instead of choose_config's.
 
   Returns:
-    out [num_seqs, num_q_heads, v_head_dim] in q's dtype, lse float32 [num_seqs, num_q_heads].
+    out [num_seqs, num_q_heads, v_head_dim], lse float32 [num_seqs, num_q_heads].
   """
-  num_seqs, num_q_heads, _ = q.shape
-  kv_heads = cache.num_kv_heads
-  if 0 in (num_seqs, batch.max_pages):
-    out = jnp.zeros((num_seqs, num_q_heads, cache.v.head_dim), q.dtype)
+  out_dtype = q.dtype if out_dtype is None else out_dtype
+  if 0 in (batch.num_seqs, batch.max_pages):
+    out = jnp.zeros((*q.shape[:2], cache.v.head_dim), out_dtype)
     return out, jnp.full(out.shape[:-1], -jnp.inf, jnp.float32)
-  problem = _problem(q, cache, batch, spec)
-  if config is None:
-    config, _ = choose_config(problem, num_seqs, kv_heads, batch_invariant)
-  cut = Cut(
-    num_seqs=num_seqs,
-    kv_heads=kv_heads,
-    tile=config.tile,
-    blocks=config.blocks,
-    window=spec.window,
-    unit=config.unit if batch_invariant else decode_attend.WARPS,
-    batch_invariant=batch_invariant,
-  )
-  attend, join = _kernels(problem, cut, config)
-  out, lse, *pieces = attend(
-    _q_operands(q, spec),
-    batch.page_table,
-    batch.kv_lens,
-    _global_scale(cache.k),
-    _global_scale(cache.v),
-    *_page_arrays(cache),
-  )
-  out, lse = jax.new_ref(out), jax.new_ref(lse)
-  pieces, piece_lse, piece_slots = pieces
-  join(batch.kv_lens, pieces, piece_lse, piece_slots, out, lse)
+  problem = problem_of(q, cache, batch, spec, out_dtype)
+  attend, join = kernels(problem, batch.num_seqs, cache.num_kv_heads, batch_invariant, config)
+  arrays = inputs(q, cache, batch, spec)
+  arrays |= attend.launch(arrays)
+  out, lse = jax.new_ref(arrays["out"]), jax.new_ref(arrays["lse"])
+  join.launch(arrays | {"out": out, "lse": lse})
   return jax.freeze(out), jax.freeze(lse)
 
 
@@ -153,12 +169,10 @@ def unsupported(request: Any) -> str | None:
       return f"the kernel has head dims {', '.join(map(str, HEAD_DIMS))}, got {name} {dim}"
   if request.group > MAX_GROUP:
     return f"the kernel takes up to {MAX_GROUP} query heads a KV head, got {request.group}"
-  if request.spec.sm_scale == 0:
-    return "the kernel compares scores before it scales them, so sm_scale must not be 0"
   return None
 
 
-def _problem(q, cache: PagedKVCache, batch: RaggedBatch, spec: AttentionSpec) -> Problem:
+def problem_of(q, cache: PagedKVCache, batch: RaggedBatch, spec: AttentionSpec, out_dtype):
   return Problem(
     keys=fragments(cache.k.format, cache.k.head_dim),
     values=fragments(cache.v.format, cache.v.head_dim),
@@ -170,50 +184,72 @@ def _problem(q, cache: PagedKVCache, batch: RaggedBatch, spec: AttentionSpec) ->
     sm_scale=spec.sm_scale,
     window=spec.window,
     soft_cap=spec.soft_cap,
-    out_dtype=str(q.dtype),
+    out_dtype=jnp.dtype(out_dtype).name,
   )
 
 
-def _kernels(problem: Problem, cut: Cut, config: DecodeConfig):
-  """The two kernels as functions of their pointers."""
+def kernels(
+  problem: Problem,
+  num_seqs: int,
+  kv_heads: int,
+  batch_invariant: bool,
+  config: DecodeConfig | None = None,
+) -> tuple[Kernel, Kernel]:
+  """The main program and the one that joins pieces. `config`: instead of choose_config's."""
+  if config is None:
+    config, _ = choose_config(problem, num_seqs, kv_heads, batch_invariant)
+  cut = Cut(
+    num_seqs=num_seqs,
+    kv_heads=kv_heads,
+    tile=config.tile,
+    blocks=config.blocks,
+    window=problem.window,
+    unit=config.unit if batch_invariant else decode_attend.WARPS,
+    batch_invariant=batch_invariant,
+  )
   group, dim = problem.group, problem.values.head_dim
-  rows = (cut.num_seqs, cut.kv_heads * group)
+  rows = (num_seqs, kv_heads * group)
   slots = cut.slots(problem.max_pages * problem.page_size)
-  attend = launch(
-    decode_attend.attend(problem, cut, config.slots),
+  attend = Kernel(
     name="decode_attend",
-    programs=config.blocks,
+    program=decode_attend.attend(problem, cut, config.slots),
+    blocks=config.blocks,
     smem_bytes=config.smem_bytes(problem),
-    out_type=(
-      jax.ShapeDtypeStruct((*rows, dim), problem.out_dtype),
-      jax.ShapeDtypeStruct(rows, jnp.float32),
-      jax.ShapeDtypeStruct((slots, group, dim), jnp.float32),
-      jax.ShapeDtypeStruct((slots, group), jnp.float32),
-      jax.ShapeDtypeStruct((cut.num_seqs * cut.kv_heads, 2), jnp.int32),
-    ),
+    makes={
+      "out": jax.ShapeDtypeStruct((*rows, dim), problem.out_dtype),
+      "lse": jax.ShapeDtypeStruct(rows, jnp.float32),
+      "pieces": jax.ShapeDtypeStruct((slots, group, dim), jnp.float32),
+      "piece_lse": jax.ShapeDtypeStruct((slots, group), jnp.float32),
+      "piece_slots": jax.ShapeDtypeStruct((num_seqs * kv_heads, 2), jnp.int32),
+    },
   )
   pieces = Join(
-    num_seqs=cut.num_seqs,
-    kv_heads=cut.kv_heads,
+    num_seqs=num_seqs,
+    kv_heads=kv_heads,
     group=group,
     head_dim=dim,
     warps=config.join_warps,
-    in_order=cut.batch_invariant,
+    in_order=batch_invariant,
     out_dtype=problem.out_dtype,
   )
-  join = launch(
-    decode_join.join(pieces),
-    name="decode_join",
-    programs=pieces.blocks,
-    smem_bytes=pieces.smem_bytes,
-    out_type=(),
-  )
+  join = Kernel("decode_join", decode_join.join(pieces), pieces.blocks, pieces.smem_bytes, {})
   return attend, join
 
 
-def _page_arrays(cache: PagedKVCache) -> list[jax.Array]:
-  """In the order of Problem.pool_pointers."""
-  return [*pool_arrays(cache.k), *pool_arrays(cache.v)]
+def inputs(q, cache: PagedKVCache, batch: RaggedBatch, spec: AttentionSpec) -> dict[str, jax.Array]:
+  """The arrays of Problem.inputs by name."""
+  arrays = {
+    "q": _q_operands(q, spec),
+    "table": batch.page_table,
+    "kv_lens": batch.kv_lens,
+    "k_global": cache.k.global_scale,
+    "v_global": cache.v.global_scale,
+    "k": cache.k.data,
+    "k_scale": cache.k.block_scale,
+    "v": cache.v.data,
+    "v_scale": cache.v.block_scale,
+  }
+  return {name: array for name, array in arrays.items() if array is not None}
 
 
 def _q_operands(q: jax.Array, spec: AttentionSpec) -> jax.Array:
@@ -225,8 +261,3 @@ def _q_operands(q: jax.Array, spec: AttentionSpec) -> jax.Array:
   levels = [packed] if packed.residual is None else [packed, packed.residual]
   wide = [nvfp4.decode_unscaled(level.codes, level.block_scale) for level in levels]
   return jnp.stack(wide, axis=2).astype(jnp.bfloat16)
-
-
-def _global_scale(pool: PagePool) -> jax.Array:
-  ones = jnp.ones((pool.num_kv_heads,), jnp.float32)
-  return ones if pool.global_scale is None else pool.global_scale

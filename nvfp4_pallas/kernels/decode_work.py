@@ -18,6 +18,7 @@ slots 2 w and 2 w + 1 of block w, in first, first + 1, first + 3, ... .
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg, Scope
 
@@ -96,21 +97,36 @@ class Run:
     return p.select(unit < of_longer, unit // long, later)
 
 
-def find_run(p: Ptx, cut: Cut, block: Reg, lane: Reg, kv_lens: Reg, scope: Scope) -> Run:
-  """The block's run of units; leaves the scope when there are none."""
+def find_run(
+  p: Ptx,
+  cut: Cut,
+  block: Reg,
+  lane: Reg,
+  kv_lens: Reg,
+  scope: Scope,
+  units_of: Callable[[Reg, Reg], Reg] | None = None,
+) -> Run:
+  """The block's run of units; leaves the scope when there are none.
+
+  Args:
+    units_of: the units of a KV head of a sequence, of its number and kv_len, where those are not
+      cut.units. The sequence may be one past the last.
+  """
   group = min(-(-cut.num_seqs // LANES), AT_ONCE)
   starts = range(0, cut.num_seqs, group * LANES)
 
   def counts(start: Reg | int) -> list[Reg]:
     """Units of a KV head of the sequence start + lane, of the one 32 on, ..."""
-    lens = []
+    found = []
     for i in range(group):
       seq = lane + start + i * LANES if i or not isinstance(start, int) or start else lane
       length = p.u32(0)
       at = p.address(kv_lens, seq, 4)
       p.load_into([length], "global.nc", Mem(at), when=seq < cut.num_seqs)
-      lens.append(length)
-    return [cut.units(p, length) for length in lens]
+      found.append((seq, length))
+    if units_of is None:
+      return [cut.units(p, length) for _, length in found]
+    return [units_of(seq, length) for seq, length in found]
 
   def visit(body) -> None:
     """Calls body(start, counts) for all groups of sequences: once, or in a loop."""

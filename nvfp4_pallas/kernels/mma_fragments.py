@@ -67,6 +67,7 @@ class Fragments:
   scale_bytes = 0  # of a token
   operand = "bf16"  # what the fragments are made of
   unit = 1.0  # a fragment holds values times 1 / unit
+  has_global_scale = False
 
   @property
   def row_bytes(self) -> int:
@@ -117,6 +118,7 @@ class Fragments:
 class Fp8Fragments(Fragments):
   bits = 8
   operand = "f16"
+  has_global_scale = True
 
   def word_pairs(self) -> list[tuple[int, int]]:
     return [(0, 1), (2, 3)]
@@ -134,6 +136,7 @@ class NvFp4Fragments(Fragments):
   bits = 4
   operand = "f16"
   unit = 2.0**14
+  has_global_scale = True
 
   @property
   def scale_bytes(self) -> int:
@@ -142,13 +145,21 @@ class NvFp4Fragments(Fragments):
   def word_pairs(self) -> list[tuple[int, int]]:
     return [(0, 4), (1, 5), (2, 6), (3, 7)]
 
-  def _widen_keys(self, p, words, lane, scales, token):
+  def key_words(
+    self, p: Ptx, lane: Lane, codes: Reg, scales: Reg, token: int
+  ) -> list[tuple[Reg, Reg]]:
+    """What key_pairs widens: words of codes, each with its scale twice in a word."""
+    at = self._key_address(lane, codes)
+    words = _load_words(p, Mem(at, token * self.row_bytes), self.row_bytes // 4)
     factors = self._key_scales(p, lane, scales, token)
-    return [
-      p.mul_f16x2(pair, factors[i // 2])
-      for i, word in enumerate(words)
-      for pair in e2m1_as_f16(p, word)
-    ]
+    return [(word, factors[i // 2]) for i, word in enumerate(words)]
+
+  def widen_word(self, p: Ptx, word: Reg, factor: Reg) -> list[Reg]:
+    return [p.mul_f16x2(pair, factor) for pair in e2m1_as_f16(p, word)]
+
+  def key_pairs(self, p: Ptx, lane: Lane, codes: Reg, scales: Reg, token: int) -> list[Reg]:
+    words = self.key_words(p, lane, codes, scales, token)
+    return [pair for of_word in words for pair in self.widen_word(p, *of_word)]
 
   def _key_scales(self, p: Ptx, lane: Lane, scales: Reg, token: int) -> list[Reg]:
     """Of the blocks of the lane's columns, each twice in a word."""

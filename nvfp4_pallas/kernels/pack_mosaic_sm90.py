@@ -1,20 +1,20 @@
-"""Packs arrays to NVFP4 and back, on Hopper. Plain Pallas Mosaic GPU, no inline assembly.
+"""Packs arrays to NVFP4 and back, on Hopper: as fast as memory gives and takes bfloat16.
 
     pack:    block_scale = e4m3(amax / (6 * global_scale))
              codes       = e2m1(|x| / (block_scale * global_scale)), with the sign of x
     unpack:  x           = e2m1(codes) * block_scale * global_scale
 
-bit for bit as format.py rounds (common.py says how).
+bit for bit as format.py rounds, for any global scale.
 
-Threads: a program is one warpgroup and takes a tile of 128 blocks of sixteen values, one block a
-thread: its largest magnitude and its two-codes-a-byte pairing never leave the thread. Global
-memory is read and written directly, without shared memory.
+bfloat16 is packed and unpacked by PTX programs (pack_ptx.py). Other dtypes, and where the kernel is
+interpreted, which inline assembly cannot be, are plain Pallas: a program is one warpgroup and takes
+a tile of 128 blocks of sixteen values, one block a thread, with the rounding of common.py. Neither
+uses shared memory.
 
-Bytes moved per value: 2 + .5625 for 16-bit values, and 4 bytes a row where rows have their own
-global scales.
+Bytes moved per value: 2 + .5625 for 16-bit values, and 4 bytes for each global scale.
 
-Interpreted on a CPU and compiled ahead of time for sm_90a in the tests; run on an H200 as the rows
-of benchmarks/results say, which name the hash of these sources.
+Interpreted on a CPU and compiled ahead of time for sm_90a in the tests, the PTX emulated there; run
+on an H200 as the rows of benchmarks/results say, which name the hash of these sources.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nvfp4_pallas import format as nvfp4
-from nvfp4_pallas.kernels import common
+from nvfp4_pallas.kernels import common, pack_ptx, ptx_launch
 from nvfp4_pallas.kernels.common import u32
 
 GRID_NAMES = ("column", "row")
@@ -56,40 +56,25 @@ def pack(
 
   Args:
     x: bfloat16, float16 or float32 [..., n], n a multiple of 16.
-    global_scale: float32, broadcastable to the leading shape of x. A scalar costs nothing.
+    global_scale: float32, broadcastable to the leading shape of x. For bfloat16, what only the
+      first axes repeat, such as a number or one per head, costs nothing.
     interpret: Mosaic GPU interpret parameters, to run on a CPU.
 
   Returns:
     codes, uint8 [..., n / 2], and block_scale, float8_e4m3fn [..., n / 16].
   """
   *leading, n = x.shape
-  rows, blocks = math.prod(leading), n // nvfp4.SCALE_BLOCK
-  codes_shape, scale_shape = (*leading, n // nvfp4.E2M1_PER_BYTE), (*leading, blocks)
-  if rows == 0:
-    return jnp.zeros(codes_shape, jnp.uint8), jnp.zeros(scale_shape, jnp.float8_e4m3fn)
-  tiles = _RowTiles(rows, blocks)
-
-  def kernel(x_gmem, global_scale_gmem, codes_gmem, scale_gmem):
-    @tiles.visit
-    def _(tile):
-      even, odd = common.load_pairs(tile, x_gmem, x.dtype)
-      codes, scale = common.encode(even, odd, _load_global_scale(tile, global_scale_gmem))
-      tile.store(codes_gmem, codes.astype(jnp.uint8))
-      tile.store(scale_gmem, common.as_e4m3(scale))
-
-  codes, scale = plgpu.kernel(
-    kernel,
-    out_type=(
-      jax.ShapeDtypeStruct((rows, blocks, common.PAIRS), jnp.uint8),
-      jax.ShapeDtypeStruct((rows, blocks), jnp.float8_e4m3fn),
-    ),
-    grid=tiles.grid,
-    grid_names=GRID_NAMES,
-    compiler_params=common.COMPILER_PARAMS,
-    kernel_name="nvfp4_pack",
-    interpret=interpret,
-  )(common.view_pairs(x.reshape(rows, n)), _row_scales(global_scale, leading))
-  return codes.reshape(codes_shape), scale.reshape(scale_shape)
+  codes = jax.ShapeDtypeStruct((*leading, n // nvfp4.E2M1_PER_BYTE), jnp.uint8)
+  scale = jax.ShapeDtypeStruct((*leading, n // nvfp4.SCALE_BLOCK), jnp.float8_e4m3fn)
+  if 0 in leading:
+    return jnp.zeros(codes.shape, codes.dtype), jnp.zeros(scale.shape, scale.dtype)
+  scales = cycle(global_scale, leading)
+  if x.dtype == jnp.bfloat16 and interpret is None:
+    program, programs = pack_ptx.pack_program(blocks_of(scale, scales))
+    packed = _launch(program, programs, "nvfp4_pack", (codes, scale))(x, scales)
+  else:
+    packed = _pack_in_pallas(x.reshape(-1, n), scales, interpret)
+  return packed[0].reshape(codes.shape), packed[1].reshape(scale.shape)
 
 
 def unpack(
@@ -105,7 +90,7 @@ def unpack(
   Args:
     codes: uint8 [..., n / 2].
     block_scale: float8_e4m3fn [..., n / 16].
-    global_scale: float32, broadcastable to the leading shape. A scalar costs nothing.
+    global_scale: float32, broadcastable to the leading shape; see `pack`.
     dtype: bfloat16, float16 or float32.
     interpret: Mosaic GPU interpret parameters, to run on a CPU.
 
@@ -113,22 +98,81 @@ def unpack(
     [..., n] of `dtype`.
   """
   *leading, blocks = block_scale.shape
-  rows = math.prod(leading)
-  shape = (*leading, blocks * nvfp4.SCALE_BLOCK)
-  if rows == 0:
-    return jnp.zeros(shape, dtype)
-  tiles = _RowTiles(rows, blocks)
-  x = jax.ShapeDtypeStruct((rows, blocks * nvfp4.SCALE_BLOCK), dtype)
+  out = jax.ShapeDtypeStruct((*leading, blocks * nvfp4.SCALE_BLOCK), dtype)
+  if 0 in leading:
+    return jnp.zeros(out.shape, dtype)
+  scales = cycle(global_scale, leading)
+  if dtype == jnp.bfloat16 and interpret is None:
+    return _unpack_in_ptx(codes, block_scale, scales, out)
+  return _unpack_in_pallas(codes, block_scale, scales, out, interpret)
 
-  def kernel(codes_gmem, scale_gmem, global_scale_gmem, x_gmem):
+
+def _unpack_in_ptx(codes, block_scale, scales, out, **hints) -> jax.Array:
+  program, programs = pack_ptx.unpack_program(blocks_of(block_scale, scales), **hints)
+  (x,) = _launch(program, programs, "nvfp4_unpack", (out,))(codes, block_scale, scales)
+  return x
+
+
+def _launch(program, programs, name, out_type):
+  return ptx_launch.launch(program, name=name, programs=programs, smem_bytes=0, out_type=out_type)
+
+
+def blocks_of(block_scale, scales: jax.Array) -> pack_ptx.Blocks:
+  """Of an array with such block scales; `scales` are those of `cycle`."""
+  *leading, of_row = block_scale.shape
+  return pack_ptx.Blocks(math.prod(leading), of_row, scales.size)
+
+
+def cycle(global_scale: jax.Array | float, leading: list[int]) -> jax.Array:
+  """float32 [n]: the rows of the leading shape take one after the other, again and again."""
+  scales = jnp.asarray(global_scale, jnp.float32)
+  repeated = next((i for i, size in enumerate(scales.shape) if size > 1), scales.ndim)
+  scales = scales.reshape(scales.shape[repeated:])
+  return jnp.broadcast_to(scales, leading[len(leading) - scales.ndim :]).reshape(-1)
+
+
+def _pack_in_pallas(x: jax.Array, scales: jax.Array, interpret):
+  """Codes [rows, blocks, 8] and block scales [rows, blocks] of x [rows, n]."""
+  rows, blocks = x.shape[0], x.shape[1] // nvfp4.SCALE_BLOCK
+  tiles = _RowTiles(rows, blocks)
+
+  def kernel(x_gmem, scales_gmem, codes_gmem, scale_gmem):
+    @tiles.visit
+    def _(tile):
+      even, odd = common.load_pairs(tile, x_gmem, x.dtype)
+      codes, scale = common.encode(even, odd, _load_global_scale(tile, scales_gmem))
+      tile.store(codes_gmem, codes.astype(jnp.uint8))
+      tile.store(scale_gmem, common.as_e4m3(scale))
+
+  return plgpu.kernel(
+    kernel,
+    out_type=(
+      jax.ShapeDtypeStruct((rows, blocks, common.PAIRS), jnp.uint8),
+      jax.ShapeDtypeStruct((rows, blocks), jnp.float8_e4m3fn),
+    ),
+    grid=tiles.grid,
+    grid_names=GRID_NAMES,
+    compiler_params=common.COMPILER_PARAMS,
+    kernel_name="nvfp4_pack",
+    interpret=interpret,
+  )(common.view_pairs(x), _row_scales(scales, rows))
+
+
+def _unpack_in_pallas(codes, block_scale, scales, out, interpret) -> jax.Array:
+  blocks = block_scale.shape[-1]
+  rows = block_scale.size // blocks
+  tiles = _RowTiles(rows, blocks)
+  x = jax.ShapeDtypeStruct((rows, blocks * nvfp4.SCALE_BLOCK), out.dtype)
+
+  def kernel(codes_gmem, scale_gmem, scales_gmem, x_gmem):
     @tiles.visit
     def _(tile):
       # 32-bit results do not lie side by side: see _store_pairs.
-      vector = 1 if dtype == jnp.float32 else None
+      vector = 1 if out.dtype == jnp.float32 else None
       codes = tile.load(codes_gmem, vector).astype(jnp.uint32)
       scale = tile.load(scale_gmem).astype(jnp.float32)
-      even, odd = _decode(codes, scale, _load_global_scale(tile, global_scale_gmem))
-      _store_pairs(tile, x_gmem, even, odd, dtype)
+      even, odd = _decode(codes, scale, _load_global_scale(tile, scales_gmem))
+      _store_pairs(tile, x_gmem, even, odd, out.dtype)
 
   pairs = plgpu.kernel(
     kernel,
@@ -141,26 +185,28 @@ def unpack(
   )(
     codes.reshape(rows, blocks, common.PAIRS),
     block_scale.reshape(rows, blocks),
-    _row_scales(global_scale, leading),
+    _row_scales(scales, rows),
   )
-  return lax.bitcast_convert_type(pairs, dtype).reshape(shape)
+  return lax.bitcast_convert_type(pairs, out.dtype).reshape(out.shape)
 
 
 class _RowTiles:
-  """The programs of a [rows, blocks] array: tiles of 128 blocks, and one program for the rest.
+  """The programs of a [rows, blocks] array: tiles of 128 blocks.
 
-  The last rows that do not fill a tile are taken in smaller even tiles, one after the other, so
-  that nothing outside the array is touched.
+  Rows that do not fill a tile go to more programs, a smaller even tile each, so that nothing
+  outside the array is touched.
   """
 
   def __init__(self, rows: int, blocks: int):
     self.blocks = common.power_of_two_divisor(blocks, common.WARPGROUP)
     self.rows = common.WARPGROUP // self.blocks
-    self.full, self.rest = divmod(rows, self.rows)
-    self.grid = (blocks // self.blocks, self.full + (self.rest > 0))
+    self.full, rest = divmod(rows, self.rows)
+    self.small_rows = common.power_of_two_divisor(rest, self.rows)  # 0: there is no rest
+    small = rest // self.small_rows if rest else 0
+    self.grid = (blocks // self.blocks, self.full + small)
 
   def visit(self, body: Callable[[common.Tile], None]) -> None:
-    """Calls `body` for the tiles of this program."""
+    """Calls `body` with the tile of this program."""
     column, row = (lax.axis_index(name) for name in GRID_NAMES)
     first_block = column * self.blocks
 
@@ -168,23 +214,17 @@ class _RowTiles:
     def _():
       body(common.Tile(row * self.rows, self.rows, first_block, self.blocks))
 
-    if self.rest:
-      rows = common.power_of_two_divisor(self.rest, self.rows)
+    if self.small_rows:
 
-      @pl.when(row == self.full)
+      @pl.when(row >= self.full)
       def _():
-        @pl.loop(0, self.rest // rows)
-        def _(i):
-          first_row = self.full * self.rows + i * rows
-          body(common.Tile(first_row, rows, first_block, self.blocks))
+        first_row = self.full * self.rows + (row - self.full) * self.small_rows
+        body(common.Tile(first_row, self.small_rows, first_block, self.blocks))
 
 
-def _row_scales(global_scale: jax.Array | float, leading: list[int]) -> jax.Array:
+def _row_scales(scales: jax.Array, rows: int) -> jax.Array:
   """float32 [1] or [rows]."""
-  global_scale = jnp.asarray(global_scale, jnp.float32)
-  if global_scale.size == 1:
-    return global_scale.reshape(1)
-  return jnp.broadcast_to(global_scale, leading).reshape(math.prod(leading))
+  return scales if scales.size == 1 else jnp.tile(scales, rows // scales.size)
 
 
 def _load_global_scale(tile: common.Tile, global_scale_gmem) -> jax.Array:

@@ -23,6 +23,7 @@ def launch(
   *,
   name: str,
   programs: int,
+  threads: int = WARPGROUP,
   smem_bytes: int,
   out_type: Sequence[jax.ShapeDtypeStruct],
 ) -> Callable[..., Any]:
@@ -31,7 +32,7 @@ def launch(
   An input may be a jax.Ref, which the program changes in place.
 
   Args:
-    program: run by `programs` blocks of 128 threads.
+    program: run by `programs` blocks of `threads`, whole warpgroups.
     name: the kernel's in a trace.
     smem_bytes: shared memory of a block.
     out_type: of the last pointers.
@@ -59,11 +60,14 @@ def launch(
   def kernel(*refs):
     run(*refs)
 
+  count = threads // WARPGROUP
+  warpgroups = {"num_threads": count, "thread_name": "warpgroup"} if count > 1 else {}
   return plgpu.kernel(
     kernel,
     out_type=tuple(out_type),
     grid=(programs,),
     grid_names=("program",),
+    **warpgroups,
     scratch_types=[plgpu.SMEM((max(smem_bytes, MIN_SMEM),), jnp.uint8)],
     compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
     kernel_name=name,

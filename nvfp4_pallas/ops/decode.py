@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +45,8 @@ def decode(
     cache, batch, read_path, implementation, sm_scale, window, soft_cap, sinks, q_levels: as in
       `prefill`. batch.cu_q_lens must be 0, 1, ..., num_seqs (RaggedBatch.for_decode).
     num_splits: parts into which the keys of a sequence are cut, each attended to on its own and
-      joined by lse; None leaves it to the implementation. Counts agree to rounding.
+      joined by lse; None leaves it to the implementation, which is faster. Counts agree to
+      rounding.
     batch_invariant: cut by the sequence alone, so that its result is bit for bit the same in any
       batch.
 
@@ -70,14 +73,39 @@ def decode(
   if num_splits is not None and (not isinstance(num_splits, int) or num_splits < 1):
     raise ValueError(f"num_splits must be a whole number of at least 1, got {num_splits}")
   q, cache, batch, sinks = as_jax(q, cache, batch, sinks)
-  request = attention_request(q, cache, spec)
+  request = attention_request(q, cache, spec, num_splits=num_splits)
   resolved = resolve_decode(request, implementation)
   out, lse = resolved.function(q, cache, batch, spec, num_splits, batch_invariant, sinks)
   return out.astype(q.dtype), lse
 
 
 def resolve_decode(request: AttentionRequest, implementation: str | None = None) -> Resolved:
-  return resolve(_DECODE, request, implementation)
+  """Who runs it; the reason also names the kernel where an implementation has two."""
+  resolved = resolve(_DECODE, request, implementation)
+  if resolved.implementation != "mosaic_sm90":
+    return resolved
+  kernel, why = choose_kernel(request)
+  function = {"split_kv": _decode_split_kv, "attention": _decode_attention}[kernel]
+  return dataclasses.replace(resolved, function=function, reason=f"{resolved.reason}; {why}")
+
+
+def choose_kernel(request: AttentionRequest) -> tuple[str, str]:
+  """Which of mosaic_sm90's kernels runs what one of them can, and why.
+
+  `split_kv` (decode_mosaic_sm90.py) is made for decode: PTX that cuts the batch as it likes.
+  `attention` (attention_mosaic_sm90.py), prefill's kernel in plain Pallas, takes other shapes and
+  split counts, and can be interpreted.
+  """
+  from nvfp4_pallas.kernels import decode_mosaic_sm90 as split_kv
+
+  why_not = split_kv.unsupported(request)
+  if request.num_splits is not None:
+    why_not = "it cuts the batch itself, and num_splits is given"
+  elif current_target().interpret is not None:
+    why_not = "its PTX cannot be interpreted"
+  if why_not is None:
+    return "split_kv", "by the split-KV kernel"
+  return "attention", f"by prefill's kernel, not the split-KV kernel: {why_not}"
 
 
 def _check_one_token_each(q, batch: RaggedBatch) -> None:
@@ -121,7 +149,17 @@ def _decode_xla(q, cache, batch, spec, num_splits, batch_invariant, sinks):
   return lax.map(of_sequence, (round_q(q, spec), batch.page_table, batch.kv_lens, scales))
 
 
-def _decode_mosaic_sm90(q, cache, batch, spec, num_splits, batch_invariant, sinks):
+def _decode_split_kv(q, cache, batch, spec, num_splits, batch_invariant, sinks):
+  from nvfp4_pallas.kernels import decode_mosaic_sm90 as kernel
+
+  del num_splits  # none was given
+  # With sinks, what the kernel rounds is not the result yet.
+  out_dtype = q.dtype if sinks is None else jnp.float32
+  state = kernel.decode(q, cache, batch, spec, batch_invariant=batch_invariant, out_dtype=out_dtype)
+  return attention.add_sinks(state, sinks)
+
+
+def _decode_attention(q, cache, batch, spec, num_splits, batch_invariant, sinks):
   from nvfp4_pallas.kernels import attention_mosaic_sm90 as kernel
 
   if num_splits is None:
@@ -146,14 +184,14 @@ def _splits_to_fill_a_gpu(cache: PagedKVCache, batch: RaggedBatch) -> int:
   return max(1, min(-(-2 * _MULTIPROCESSORS // max(programs, 1)), longest // 512, 32))
 
 
-def _decode_mosaic_sm90_unsupported(request: AttentionRequest) -> str | None:
+def _mosaic_sm90_unsupported(request: AttentionRequest) -> str | None:
   from nvfp4_pallas.kernels import attention_mosaic_sm90 as kernel
 
-  return kernel.unsupported(request)
+  return None if choose_kernel(request)[0] == "split_kv" else kernel.unsupported(request)
 
 
 _MULTIPROCESSORS = 132  # of an H100 SXM or H200
 _DECODE = {
-  "mosaic_sm90": Entry(_decode_mosaic_sm90, _decode_mosaic_sm90_unsupported),
+  "mosaic_sm90": Entry(_decode_split_kv, _mosaic_sm90_unsupported),
   "xla": Entry(_decode_xla),
 }

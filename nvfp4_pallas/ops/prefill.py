@@ -18,6 +18,7 @@ from nvfp4_pallas.ops.request import AttentionRequest, attention_request, attent
 from nvfp4_pallas.read_paths import round_q
 
 ROWS_PER_TILE = 32
+MAX_TAIL = 128  # new tokens of a sequence, on average, up to which its kernel is faster
 
 
 def prefill(
@@ -91,14 +92,38 @@ def prefill(
     if new_kv[0].shape[0] != q.shape[0]:
       raise ValueError(f"new_kv must have q's {q.shape[0]} tokens, got {new_kv[0].shape[0]}")
   q, cache, batch, sinks, new_kv = as_jax(q, cache, batch, sinks, new_kv)
-  request = attention_request(q, cache, spec, new_kv=new_kv is not None)
+  request = attention_request(q, cache, spec, new_kv=new_kv is not None, num_seqs=batch.num_seqs)
   resolved = resolve_prefill(request, implementation)
   out, lse = resolved.function(q, cache, batch, spec, new_kv, sinks)
   return out.astype(q.dtype), lse
 
 
 def resolve_prefill(request: AttentionRequest, implementation: str | None = None) -> Resolved:
-  return resolve(_PREFILL, request, implementation)
+  """Who runs it; the reason also names the kernel where an implementation has two."""
+  resolved = resolve(_PREFILL, request, implementation)
+  if resolved.implementation != "mosaic_sm90":
+    return resolved
+  kernel, why = choose_kernel(request)
+  function = {"tail": _prefill_tail, "attention": _prefill_attention}[kernel]
+  return dataclasses.replace(resolved, function=function, reason=f"{resolved.reason}; {why}")
+
+
+def choose_kernel(request: AttentionRequest) -> tuple[str, str]:
+  """Which of mosaic_sm90's kernels runs what one of them can, and why.
+
+  `tail` (tail_mosaic_sm90.py) cuts the keys of few queries over the whole GPU: PTX. `attention`
+  (attention_mosaic_sm90.py), plain Pallas, takes every other shape, and can be interpreted.
+  """
+  from nvfp4_pallas.kernels import tail_mosaic_sm90 as tail
+
+  why_not = tail.unsupported(request)
+  if why_not is None and request.num_tokens > MAX_TAIL * request.num_seqs:
+    why_not = f"sequences have more than {MAX_TAIL} new tokens on average"
+  if current_target().interpret is not None:
+    why_not = "its PTX cannot be interpreted"
+  if why_not is None:
+    return "tail", "by the kernel for short queries"
+  return "attention", f"by the plain kernel, not the one for short queries: {why_not}"
 
 
 def _prefill_xla(q, cache, batch, spec, new_kv, sinks):
@@ -180,20 +205,29 @@ def _tiles_of_rows(parts, batch: RaggedBatch, sinks):
   return out, jnp.where(real[:, None], lse[tile, offset], attention.NEG_INF)
 
 
-def _prefill_mosaic_sm90(q, cache, batch, spec, new_kv, sinks):
+def _prefill_attention(q, cache, batch, spec, new_kv, sinks):
   from nvfp4_pallas.kernels import attention_mosaic_sm90 as kernel
 
   state = kernel.attention(q, cache, batch, spec, interpret=current_target().interpret)
   return attention.add_sinks(state, sinks)
 
 
-def _prefill_mosaic_sm90_unsupported(request: AttentionRequest) -> str | None:
+def _prefill_tail(q, cache, batch, spec, new_kv, sinks):
+  from nvfp4_pallas.kernels import tail_mosaic_sm90 as kernel
+
+  # With sinks, what the kernel rounds is not the result yet.
+  out_dtype = q.dtype if sinks is None else jnp.float32
+  state = kernel.attention(q, cache, batch, spec, out_dtype=out_dtype)
+  return attention.add_sinks(state, sinks)
+
+
+def _mosaic_sm90_unsupported(request: AttentionRequest) -> str | None:
   from nvfp4_pallas.kernels import attention_mosaic_sm90 as kernel
 
-  return kernel.unsupported(request)
+  return None if choose_kernel(request)[0] == "tail" else kernel.unsupported(request)
 
 
 _PREFILL = {
-  "mosaic_sm90": Entry(_prefill_mosaic_sm90, _prefill_mosaic_sm90_unsupported),
+  "mosaic_sm90": Entry(_prefill_attention, _mosaic_sm90_unsupported),
   "xla": Entry(_prefill_xla),
 }

@@ -26,11 +26,18 @@ class AttentionRequest:
   page_size: int
   q_dtype: str
   num_tokens: int
+  num_seqs: int
   new_kv: bool
+  num_splits: int | None
 
 
 def attention_request(
-  q: jax.Array, cache: PagedKVCache, spec: AttentionSpec, new_kv: bool = False
+  q: jax.Array,
+  cache: PagedKVCache,
+  spec: AttentionSpec,
+  new_kv: bool = False,
+  num_splits: int | None = None,
+  num_seqs: int | None = None,
 ) -> AttentionRequest:
   return AttentionRequest(
     spec=spec,
@@ -41,7 +48,9 @@ def attention_request(
     page_size=cache.page_size,
     q_dtype=str(q.dtype),
     num_tokens=q.shape[0],
+    num_seqs=q.shape[0] if num_seqs is None else num_seqs,  # decode: a token each
     new_kv=new_kv,
+    num_splits=num_splits,
   )
 
 

@@ -1,0 +1,286 @@
+"""The timed cases of `python3 -m benchmarks gpu`, by phase.
+
+Each row names its floor: the bytes a call must move over the copy bandwidth of the same run, or its
+FLOPs over the BF16 rate, whichever is longer. A case that finds its data in the L2 cache would not
+be one of a server, so inputs rotate over more memory than it holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import nvfp4_pallas as nv
+from benchmarks.records import Row, q_quantisation
+from benchmarks.small import Variant
+from benchmarks.trace import KernelTimes, kernel_times
+from nvfp4_pallas.ops.decode import resolve_decode
+from nvfp4_pallas.ops.prefill import resolve_prefill
+from nvfp4_pallas.ops.request import attention_request, attention_spec
+
+HEADS, GROUP, DIM, PAGE_SIZE = 8, 4, 128, 64
+BF16_FLOPS = 800e12  # measured dense BF16 rate of an H200 on random data
+COPIES = 3  # of inputs of pack and append
+ROTATED_BYTES = 256 * 2**20  # of a cache, some times the L2 cache of 60 MB
+PACK_ROWS = 2**26 // DIM
+ANY_SCALE = 0.0123  # a global scale that is no power of two
+CALLS = 12
+
+NVFP4 = Variant("nvfp4_dequant", "nvfp4", "nvfp4")
+WIDE = Variant("fp8", "fp8", "fp8"), Variant("bf16", "bf16", "bf16")
+# (batch, q_len, kv_len)
+DECODE = (
+  (64, 1, 8192),
+  (16, 1, 8192),
+  (64, 1, 2048),
+  (1, 1, 32768),
+  (1, 1, 2048),
+  (64, 1, 32768),
+)
+TAILS = (16, 16, 16384), (16, 8, 16384), (1, 16, 16384)
+APPEND_TOKENS = (64, 8192, 1, 512)
+
+
+def copy_bandwidth() -> tuple[float, Row]:
+  """Bytes read plus written per second by an elementwise copy of 1 GiB."""
+  # 32-bit elements: XLA's kernels for narrower ones do not reach the memory's speed.
+  x = [jnp.full((2**28,), i, jnp.uint32) for i in range(COPIES)]
+  flip = jax.jit(lambda a: a ^ jnp.uint32(1))
+  times = kernel_times([functools.partial(flip, a) for a in x * 4])
+  nbytes = 2 * x[0].nbytes
+  row = bare_row("copy", "random", 1, 1, "bf16", nbytes, None, times, "xla")
+  return nbytes / (statistics.median(times.calls) * 1e-6), row
+
+
+def bare_row(phase, data, batch, q_len, format, nbytes, floor, times: KernelTimes, who) -> Row:
+  return Row(
+    phase=phase,
+    data=data,
+    batch=batch,
+    q_len=q_len,
+    kv_len=1,
+    page_size=PAGE_SIZE,
+    num_q_heads=HEADS * GROUP,
+    num_kv_heads=HEADS,
+    head_dim=DIM,
+    k_format=format,
+    v_format=format,
+    read_path=None,
+    implementation=who,
+    bytes=nbytes,
+    floor_us=floor,
+    **times.row_fields(),
+  )
+
+
+def pack_times(scale: float, copy_rate: float) -> Row:
+  x = [jax.random.normal(jax.random.key(i), (PACK_ROWS, DIM), jnp.bfloat16) for i in range(COPIES)]
+  pack = jax.jit(functools.partial(nv.pack, implementation="mosaic_sm90"))
+  g = jnp.float32(scale)
+  times = kernel_times([functools.partial(pack, a, g) for a in x * 4])
+  nbytes = x[0].size * 2 + x[0].size * 9 // 16
+  data, floor = f"gaussian, global scale {scale}", 1e6 * nbytes / copy_rate
+  return bare_row("pack", data, 1, PACK_ROWS, "nvfp4", nbytes, floor, times, "mosaic_sm90")
+
+
+def unpack_times(scale: float, copy_rate: float) -> Row:
+  x = [jax.random.normal(jax.random.key(i), (PACK_ROWS, DIM), jnp.bfloat16) for i in range(COPIES)]
+  pack = jax.jit(functools.partial(nv.pack, implementation="mosaic_sm90"))
+  packed = [pack(a, jnp.float32(scale)) for a in x]
+  unpack = jax.jit(functools.partial(nv.unpack, implementation="mosaic_sm90"))
+  times = kernel_times([functools.partial(unpack, a) for a in packed * 4])
+  nbytes = x[0].size * 2 + x[0].size * 9 // 16
+  data, floor = f"gaussian, global scale {scale}", 1e6 * nbytes / copy_rate
+  return bare_row("unpack", data, 1, PACK_ROWS, "nvfp4", nbytes, floor, times, "mosaic_sm90")
+
+
+def append_times(tokens: int, format: str, scale: float, copy_rate: float) -> Row:
+  pages = 2 * max(tokens // PAGE_SIZE, 64)
+  cache = nv.PagedKVCache.create(
+    num_pages=pages,
+    page_size=PAGE_SIZE,
+    num_kv_heads=HEADS,
+    head_dim=DIM,
+    k_format=format,
+    k_global_scale=scale,
+    v_global_scale=scale,
+  )
+  state = [cache]
+  append = jax.jit(
+    lambda cache, k, v, slots: nv.append(
+      cache, k, v, slot_mapping=slots, implementation="mosaic_sm90"
+    ),
+    donate_argnums=0,
+  )
+  r = np.random.default_rng(0)
+  if tokens <= 64:  # one a sequence: each somewhere else
+    slots = r.permutation(pages * PAGE_SIZE)[:tokens]
+  else:  # a prompt: whole pages in any order
+    order = r.permutation(pages)[: tokens // PAGE_SIZE]
+    slots = (order[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).reshape(-1)
+  slots = jnp.asarray(slots, jnp.int32)
+  new = [
+    jax.random.normal(jax.random.key(i), (2, tokens, HEADS, DIM), jnp.bfloat16)
+    for i in range(COPIES)
+  ]
+  new = [(kv[0], kv[1]) for kv in new]
+
+  def call(kv):
+    state[0] = append(state[0], *kv, slots)
+
+  calls = [functools.partial(call, kv) for kv in new * 4]
+  times = kernel_times(calls, wait=lambda _: jax.block_until_ready(state[0]))
+  nbytes = int(tokens * (HEADS * DIM * 4 + state[0].bytes_per_token))
+  data, floor = f"gaussian, global scale {scale}", 1e6 * nbytes / copy_rate
+  return bare_row("append", data, tokens, 1, format, nbytes, floor, times, "mosaic_sm90")
+
+
+@functools.lru_cache(maxsize=1)
+def random_cache(k_format: str, v_format: str, batch: int, kv_len: int, page_size: int):
+  """A cache of random values, made on the device, and page tables over different parts of it."""
+  wanted = batch * kv_len // page_size
+  token_bytes = {"nvfp4": 72, "fp8": 128, "bf16": 256}
+  nbytes = batch * kv_len * HEADS * (token_bytes[k_format] + token_bytes[v_format])
+  tables = max(1, -(-ROTATED_BYTES // nbytes))
+  pages = tables * wanted
+
+  def pool(format, key):
+    shape = (pages, HEADS, page_size)
+    ones = jnp.ones((HEADS,), jnp.float32)
+    if format == "nvfp4":
+      codes = jax.random.bits(key, (*shape, DIM // 2), jnp.uint8)
+      # Scales 1 to 1.9, so that scores stay in a range where softmax is not one-hot.
+      scales = jax.random.bits(key, (*shape, DIM // 16), jnp.uint8) % jnp.uint8(8) + jnp.uint8(0x38)
+      scales = jax.lax.bitcast_convert_type(scales, jnp.float8_e4m3fn)
+      return nv.PagePool(codes, scales, ones, format)
+    values = jax.random.normal(key, (*shape, DIM), jnp.bfloat16)
+    if format == "bf16":
+      return nv.PagePool(values, None, None, format)
+    return nv.PagePool(values.astype(jnp.float8_e4m3fn), None, ones, format)
+
+  make = jax.jit(
+    lambda: nv.PagedKVCache(
+      k=pool(k_format, jax.random.key(0)), v=pool(v_format, jax.random.key(1))
+    )
+  )
+  order = np.random.default_rng(0).permutation(pages).reshape(tables, batch, -1)
+  return make(), [jnp.asarray(table, jnp.int32) for table in order]
+
+
+def attention_times(
+  phase: str,
+  variant: Variant,
+  shape: tuple[int, int, int],
+  copy_rate: float,
+  *,
+  page_size: int = PAGE_SIZE,
+  batch_invariant: bool = False,
+) -> Row:
+  batch, q_len, kv_len = shape
+  cache, tables = random_cache(variant.k_format, variant.v_format, batch, kv_len, page_size)
+  lens = jnp.full((batch,), kv_len, jnp.int32)
+  cu_q_lens = jnp.arange(batch + 1, dtype=jnp.int32) * q_len
+  q_shape = (batch * q_len, HEADS * GROUP, DIM)
+  q = [jax.random.normal(jax.random.key(i), q_shape, jnp.bfloat16) for i in range(COPIES)]
+  numerics = {"read_path": variant.read_path, "q_levels": variant.q_levels}
+  spec = attention_spec(q[0], causal=True, sm_scale=None, window=None, soft_cap=None, **numerics)
+  request = attention_request(q[0], cache, spec, num_seqs=batch)
+  resolved = (resolve_decode if q_len == 1 else resolve_prefill)(request, "mosaic_sm90")
+  operation = nv.prefill
+  if q_len == 1:
+    operation = functools.partial(nv.decode, batch_invariant=batch_invariant)
+  run = jax.jit(functools.partial(operation, implementation="mosaic_sm90", **numerics))
+  calls = [
+    functools.partial(
+      run, q[i % COPIES], cache, nv.RaggedBatch(tables[i % len(tables)], lens, cu_q_lens)
+    )
+    for i in range(CALLS if batch * q_len * kv_len < 2**24 else CALLS // 2)
+  ]
+  times = kernel_times(calls)
+  nbytes = int(batch * kv_len * cache.bytes_per_token) + 2 * q[0].nbytes
+  flops = 4 * DIM * HEADS * GROUP * batch * q_len * (kv_len - (q_len - 1) / 2)
+  return Row(
+    phase=phase,
+    data="random",
+    batch=batch,
+    q_len=q_len,
+    kv_len=kv_len,
+    page_size=page_size,
+    num_q_heads=HEADS * GROUP,
+    num_kv_heads=HEADS,
+    head_dim=DIM,
+    k_format=variant.k_format,
+    v_format=variant.v_format,
+    read_path=variant.read_path,
+    **q_quantisation(variant.read_path, variant.q_levels),
+    batch_invariant=batch_invariant if q_len == 1 else None,
+    implementation="mosaic_sm90",
+    bytes=nbytes,
+    bytes_per_token=cache.bytes_per_token,
+    floor_us=1e6 * max(nbytes / copy_rate, flops / BF16_FLOPS),
+    reason=resolved.reason,
+    **times.row_fields(),
+  )
+
+
+def cudnn_times(shape: tuple[int, int, int], copy_rate: float) -> Row:
+  """cuDNN's BF16 attention over contiguous keys, in the same run."""
+  batch, q_len, kv_len = shape
+  make = lambda key, n, heads: jax.random.normal(key, (batch, n, heads, DIM), jnp.bfloat16)
+  tables = max(1, -(-ROTATED_BYTES // (batch * kv_len * HEADS * DIM * 4)))
+  keys = jax.random.split(jax.random.key(0), 2 * tables + 1)
+  kv = [(make(a, kv_len, HEADS), make(b, kv_len, HEADS)) for a, b in keys[:-1].reshape(-1, 2)]
+  q = make(keys[-1], q_len, HEADS * GROUP)
+  attend = jax.jit(
+    lambda q, k, v: jax.nn.dot_product_attention(
+      q, k, v, is_causal=q_len > 1, implementation="cudnn"
+    )
+  )
+  times = kernel_times([functools.partial(attend, q, *kv[i % tables]) for i in range(CALLS)])
+  nbytes = batch * kv_len * HEADS * DIM * 4 + 2 * q.nbytes
+  return Row(
+    phase="decode" if q_len == 1 else "prefill",
+    data="gaussian, contiguous keys",
+    batch=batch,
+    q_len=q_len,
+    kv_len=kv_len,
+    page_size=kv_len,
+    num_q_heads=HEADS * GROUP,
+    num_kv_heads=HEADS,
+    head_dim=DIM,
+    k_format="bf16",
+    v_format="bf16",
+    read_path="bf16",
+    implementation="cudnn",
+    bytes=nbytes,
+    floor_us=1e6 * nbytes / copy_rate,
+    **times.row_fields(),
+  )
+
+
+_case = functools.partial
+GROUPS = {
+  "decode": (
+    *(_case(attention_times, "decode", NVFP4, shape) for shape in DECODE),
+    _case(attention_times, "decode", NVFP4, DECODE[0], batch_invariant=True),
+    *(_case(attention_times, "decode", v, shape) for v in WIDE for shape in DECODE),
+    *(_case(cudnn_times, shape) for shape in DECODE[:2]),
+    *(_case(attention_times, "decode", NVFP4, DECODE[1], page_size=size) for size in (16, 32, 128)),
+  ),
+  "append": tuple(
+    _case(append_times, n, *format)
+    for n in APPEND_TOKENS
+    for format in (("nvfp4", 1.0), ("nvfp4", ANY_SCALE), ("fp8", 1.0), ("bf16", 1.0))
+  ),
+  "pack": tuple(_case(f, g) for f in (pack_times, unpack_times) for g in (1.0, ANY_SCALE)),
+  "tail": tuple(_case(attention_times, "tail", NVFP4, shape) for shape in TAILS),
+  "prefill": (
+    *(_case(attention_times, "chunk", v, (4, 128, 2048)) for v in (NVFP4, *WIDE)),
+    *(_case(attention_times, "prefill", v, (1, 8192, 8192)) for v in (NVFP4, *WIDE)),
+    _case(cudnn_times, (1, 8192, 8192)),
+  ),
+}

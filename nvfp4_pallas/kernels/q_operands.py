@@ -1,0 +1,55 @@
+"""Rows of q as right operands in registers, in the order and the type of a pool's keys. PTX."""
+
+from __future__ import annotations
+
+from nvfp4_pallas.kernels.ptx import Ptx, Reg
+
+
+def in_order(p: Ptx, words: list[Reg], order: list[tuple[int, int]]) -> list[Reg]:
+  """Neighbouring columns, two to a word, as the pairs of columns that K comes in.
+
+  Args:
+    order: Fragments.word_pairs.
+  """
+  halves = (0x10, 0x32), (0x5400, 0x7600)  # of the first and of the second word
+  return [
+    p.permute(words[a // 2], words[b // 2], halves[0][a % 2] | halves[1][b % 2])
+    for first in range(0, 2 * len(words), 2 * len(order))
+    for a, b in ((first + low, first + high) for low, high in order)
+  ]
+
+
+def largest_of(p: Ptx, operands: list[list[Reg]]) -> Reg:
+  """The float32 pattern of the largest magnitude in bf16 pairs."""
+  largest = p.u32(0)
+  for word in (word for words in operands for word in words):
+    for pattern in (word & 0x7FFF0000, (word << 16) & 0x7FFF0000):
+      p.set(largest, p.maximum(largest, pattern))
+  return largest
+
+
+def unit_for(p: Ptx, largest: Reg, exponent: int) -> tuple[Reg, Reg]:
+  """The power of two in units of which `largest` is between 2^exponent and twice that.
+
+  float16 has more digits than bf16, but not its range, so q is kept in a unit.
+
+  Returns:
+    1 / unit and unit, float32; both are normal numbers.
+  """
+  bias = 127
+  of_largest = p.minimum(p.maximum(largest >> 23, exponent + 1), 2 * bias)
+  inverse, unit = p.register("f"), p.register("f")
+  p.emit("mov.b32", inverse, (p.u32(2 * bias + exponent) - of_largest) << 23)
+  p.emit("mov.b32", unit, (of_largest - exponent) << 23)
+  return inverse, unit
+
+
+def to_f16(p: Ptx, words: list[Reg], factor: Reg) -> list[Reg]:
+  """bf16 pairs times a factor as float16 pairs."""
+
+  def scaled(pattern: Reg) -> Reg:
+    value = p.register("f")
+    p.emit("mov.b32", value, pattern)
+    return value * factor
+
+  return [p.pack("f16", scaled(word << 16), scaled(word & 0xFFFF0000)) for word in words]

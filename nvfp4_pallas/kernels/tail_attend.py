@@ -1,0 +1,752 @@
+"""The main program for short queries over long caches: a few query tokens a sequence, NVFP4. PTX.
+
+    S^T = K q^T    P^T = exp2(c S^T + r)    O^T += V^T P^T    c = sm_scale k_global_scale / ln 2
+
+A block is one warpgroup and takes a query tile, the rows of one KV head for up to 64 / group
+consecutive tokens of a sequence, through its run of key tiles (decode_work.py's line of units, with
+a query tile and head where decode has a head). K and V become left operands in registers, float16,
+and q and P are right operands in shared memory, so that a value of the cache is widened once for
+all rows:
+
+    S^T [64 keys, rows]       warp w has keys 16 w to 16 w + 15
+    O^T [128 columns, rows]   warp w has columns 32 w to 32 w + 31, two products of 64
+
+    tensor cores   O of tile i - 1  | S of tile i + 1     | O of tile i     | ...
+    warps          P of tile i      | widen K of i + 1    | widen V of i    | P of tile i + 1 ...
+
+The exponents of a row are taken against a reference r that its first tile sets, 2^8 above that
+tile's largest, and that stays: no maximum, no rescaling. A tile where a probability reached 2 sets
+a new reference and is done again. float16 has 2^-14 below, in full precision, and 11 digits.
+
+Registers: 64 for O, 32 for S, 32 each for K and V in flight, at 64 rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+
+from nvfp4_pallas.kernels.decode_attend import LOG2_E, NEG_INF
+from nvfp4_pallas.kernels.decode_work import Cut, find_run
+from nvfp4_pallas.kernels.mma_fragments import Lane, NvFp4Fragments, e2m1_as_f16
+from nvfp4_pallas.kernels.ptx import ALL_LANES, Mem, Ptx, Reg
+from nvfp4_pallas.kernels.q_operands import in_order, largest_of, to_f16, unit_for
+
+HEAD_DIM = 128
+THREADS = 128
+WARPS = 4
+TILE = 64  # keys
+MAX_ROWS = 64
+CODES = TILE * HEAD_DIM // 2  # bytes of a tile's codes, of K or of V
+SCALES = TILE * HEAD_DIM // 16
+STAGE = 2 * (CODES + SCALES)
+ALIGNMENT = 1024  # of what a swizzle spans: 8 rows of 128 bytes
+P_BUFFERS = 3
+V_SCALE_BYTES = 256  # of a warp: its two blocks of a tile's keys, as float16
+Q_EXPONENT = 14  # a query tile's largest value is brought to 2^14 or more and below 2^15
+MARGIN = 8.0  # log2, between the largest of a row's first tile and its reference
+NO_REFERENCE = 1e30
+
+POINTERS_IN = ("q", "table", "kv_lens", "cu_q_lens", "k_global", "v_global")
+POOL_POINTERS = ("k", "k_scale", "v", "v_scale")
+POINTERS_OUT = ("out", "lse", "pieces", "piece_lse", "piece_slots")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tail:
+  """What is computed (static).
+
+  Attributes:
+    group: query heads of a KV head.
+    width: tokens of a query tile.
+    q_operands: what is added up to q (levels of A4Q).
+    page_size, num_pages, max_pages: of the pools and of the page table's rows.
+    causal, sm_scale, window, soft_cap: as in AttentionSpec.
+    out_dtype: bfloat16, float16 or float32.
+    stages: key tiles fetched or in use.
+  """
+
+  group: int
+  width: int
+  q_operands: int
+  page_size: int
+  num_pages: int
+  max_pages: int
+  causal: bool
+  sm_scale: float
+  window: int | None
+  soft_cap: float | None
+  out_dtype: str
+  stages: int
+
+  @property
+  def rows(self) -> int:
+    """Of a query tile, as the products have them."""
+    return -(-self.width * self.group // 16) * 16
+
+  # Where things lie in shared memory, from its first multiple of ALIGNMENT on.
+
+  @property
+  def p_offset(self) -> int:
+    return self.q_operands * self.rows * HEAD_DIM * 2
+
+  @property
+  def ring(self) -> int:
+    return self.p_offset + P_BUFFERS * self.rows * TILE * 2
+
+  @property
+  def v_scales(self) -> int:
+    return self.ring + self.stages * STAGE
+
+  @property
+  def references(self) -> int:
+    """r of each row, those of a lane's columns of S side by side: 2 c + 8 j and the next."""
+    return self.v_scales + WARPS * V_SCALE_BYTES
+
+  @property
+  def reference_stride(self) -> int:
+    """Between lanes' references, so that they lie in different banks."""
+    return self.rows + 16
+
+  @property
+  def reduction(self) -> int:
+    """Of each warp a number for each row."""
+    return self.references + 4 * self.reference_stride
+
+  @property
+  def large(self) -> int:
+    """One more than the last tile in which a probability was too large."""
+    return self.reduction + 4 * WARPS * self.rows
+
+  @property
+  def barriers(self) -> int:
+    """Of the ring's stages."""
+    return self.large + 16
+
+  @property
+  def smem_bytes(self) -> int:
+    return self.barriers + 8 * self.stages + ALIGNMENT
+
+
+def attend(tail: Tail, cut: Cut) -> Ptx:
+  """The program; its pointers are POINTERS_IN, POOL_POINTERS and POINTERS_OUT."""
+  return _Attend(tail, cut).p
+
+
+class _Attend:
+  def __init__(self, tail: Tail, cut: Cut):
+    self.tail, self.cut = tail, cut
+    self.p = Ptx((*POINTERS_IN, *POOL_POINTERS, *POINTERS_OUT))
+    with self.p.scope() as scope:
+      self._run(scope)
+
+  def _run(self, scope) -> None:
+    p, cut, tail = self.p, self.cut, self.tail
+    self.smem = (p.smem + (ALIGNMENT - 1)) & ~(ALIGNMENT - 1) % 2**32
+    self.thread = p.new("r", "mov.u32", "%tid.x")
+    self.warp = p.from_lane(self.thread >> 5, 0)
+    index = self.thread & 31
+    g, c = index >> 2, index & 3
+    # Keys in their own order: their rows are loaded by pairs that lie side by side.
+    self.lane = Lane(index, g, c, g, (c * 2, c * 2 + 1))
+    self.first_lane = index.eq(0)
+    self.keys = NvFp4Fragments(HEAD_DIM)
+    self._make_ring()
+
+    def units_of(seq, kv_len):
+      begin, end, real = p.u32(0), p.u32(0), seq < cut.num_seqs
+      at = p.address(p.pointer("cu_q_lens"), seq, 4)
+      p.load_into([begin], "global.nc", Mem(at), when=real)
+      p.load_into([end], "global.nc", Mem(at, 4), when=real)
+      q_len = end - begin
+      return p.cdiv(self._tiles(kv_len, q_len), cut.unit) * p.cdiv(q_len, tail.width)
+
+    yes = p.u32(0)
+    self.yes, self.no = yes.eq(0), yes.ne(0)
+    self.run = find_run(p, cut, p.program, index, p.pointer("kv_lens"), scope, units_of)
+    self.unit = p.u32(self.run.begin)
+    self.seq, self.kv_len, self.q_begin = p.u32(self.run.seq), p.u32(0), p.u32(0)
+    self.q_len, self.units = p.u32(0), p.u32(0)
+    self._load_seq()
+    inside = self.run.begin - self.run.seq_begin
+    # A sequence's query tiles and heads, tile by tile.
+    self.pair, self.unit_of_pair = p.u32(inside // self.units), p.u32(inside % self.units)
+    with p.loop() as segments:
+      self._segment()
+      segments.leave_if(self.unit >= self.run.end)
+      p.emit("fence.proxy.async.shared::cta")
+      p.sync(THREADS)
+      self._next_pair()
+
+  def _load_seq(self) -> None:
+    p = self.p
+    (kv_len,) = p.load("global.nc", Mem(p.address(p.pointer("kv_lens"), self.seq, 4)))
+    at = p.address(p.pointer("cu_q_lens"), self.seq, 4)
+    (begin,), (end,) = p.load("global.nc", Mem(at)), p.load("global.nc", Mem(at, 4))
+    p.set(self.kv_len, kv_len)
+    p.set(self.q_begin, begin)
+    p.set(self.q_len, end - begin)
+    p.set(self.units, p.cdiv(self._tiles(kv_len, end - begin), self.cut.unit))
+
+  def _first_tile(self, kv_len: Reg, q_len: Reg) -> Reg | int:
+    """Of the keys that the sequence's first new token sees."""
+    if self.tail.window is None:
+      return 0
+    unseen = kv_len + 1 - q_len - self.tail.window  # negative: none
+    return self.p.select(unseen.above(0), unseen, 0) // TILE
+
+  def _tiles(self, kv_len: Reg, q_len: Reg) -> Reg:
+    tiles, first = self.p.cdiv(kv_len, TILE), self._first_tile(kv_len, q_len)
+    return tiles - first if isinstance(first, Reg) else tiles
+
+  def _next_pair(self) -> None:
+    p = self.p
+    with p.when(self.unit_of_pair >= self.units):
+      p.set(self.unit_of_pair, 0)
+      p.set(self.pair, self.pair + 1)
+      pairs = p.cdiv(self.q_len, self.tail.width) * self.cut.kv_heads
+      with p.when(self.pair >= pairs):
+        p.set(self.pair, 0)
+        with p.loop() as empty:
+          p.set(self.seq, self.seq + 1)
+          self._load_seq()
+          empty.leave_if(self.units.ne(0) & self.q_len.ne(0))
+
+  def _segment(self) -> None:
+    p, cut, tail = self.p, self.cut, self.tail
+    query_tile = self.pair // cut.kv_heads
+    self.head = self.pair - query_tile * cut.kv_heads
+    self.first_token = query_tile * tail.width  # of the sequence's
+    self.tokens = p.minimum(self.q_len - self.first_token, tail.width)
+    self.position = self.kv_len - self.q_len + self.first_token  # signed; of the first token
+
+    tiles = self._tiles(self.kv_len, self.q_len)
+    units = p.minimum(self.run.end - self.unit, self.units - self.unit_of_pair)
+    first = self.unit_of_pair * cut.unit
+    self.count = p.minimum(tiles - first, units * cut.unit)
+    self.is_first, self.is_whole = self.unit_of_pair.eq(0), self.count.eq(tiles)
+    self.first_tile = first + self._first_tile(self.kv_len, self.q_len)
+
+    self._start_pages()
+    with p.loop() as filling:
+      filling.leave_if(self.issued >= p.minimum(self.count, tail.stages))
+      self._issue()
+    self._load_q()
+    rows = tail.rows
+    self.out = [[p.f32(0.0) for _ in range(rows // 2)] for _ in range(2)]
+    self.sum = [p.f32(0.0) for _ in range(rows // 4)]
+    self.tile_sums = p.registers("f", rows // 4)
+    self.scores = p.registers("f", rows // 2)
+    p.emit("fence.proxy.async.shared::cta")
+    p.sync(THREADS)
+
+    self.done, self.p_index = p.u32(0), p.u32(0)
+    self._wait(Mem(self.barriers + self.slot * 8), self.phase)
+    self._multiply_keys(self.scores, self._stage(self.slot))
+    p.emit("wgmma.wait_group.sync.aligned", 0)
+    self._finish_scores(self.scores, self.first_tile * TILE)
+    self._set_references(self.scores)
+    with p.loop() as tiles_left:
+      self._tile()
+      p.set(self.done, self.done + 1)
+      tiles_left.leave_if(self.done >= self.count)
+    p.emit("wgmma.wait_group.sync.aligned", 0)
+    self._finish()
+    p.set(self.unit, self.unit + units)
+    p.set(self.unit_of_pair, self.unit_of_pair + units)
+
+  # The ring of copies: K's codes and scales and V's, each started by one warp.
+
+  def _make_ring(self) -> None:
+    p, stages = self.p, self.tail.stages
+    self.slot, self.phase, self.issue_slot = p.u32(0), p.u32(0), p.u32(0)
+    self.barriers = self.smem + self.tail.barriers
+    first_thread = self.thread.eq(0)
+    for slot in range(stages):
+      at = Mem(self.barriers, 8 * slot)
+      p.emit("mbarrier.init.shared::cta.b64", at, WARPS, when=first_thread)
+    p.emit("fence.mbarrier_init.release.cluster")
+    p.emit("fence.proxy.async.shared::cta")
+    p.sync(THREADS)
+    # What this warp copies: its array, bytes of a tile, place in a stage.
+    self.array = p.new("d", "mov.b64", p.pointer("k"))
+    self.array_bytes, self.array_place = p.u32(CODES), p.u32(0)
+    for i, (name, nbytes, place) in enumerate(
+      (
+        ("k_scale", SCALES, 2 * CODES),
+        ("v", CODES, CODES),
+        ("v_scale", SCALES, 2 * CODES + SCALES),
+      )
+    ):
+      mine = self.warp.eq(i + 1)
+      p.set(self.array, p.pointer(name), when=mine)
+      p.set(self.array_bytes, nbytes, when=mine)
+      p.set(self.array_place, place, when=mine)
+
+  def _stage(self, slot: Reg) -> Reg:
+    return self.p.mad(slot, STAGE, self.smem + self.tail.ring)
+
+  def _after(self, slot: Reg) -> Reg:
+    return self.p.select(slot.eq(self.tail.stages - 1), 0, slot + 1)
+
+  @property
+  def _pages_of_tile(self) -> int:
+    return max(1, TILE // self.tail.page_size)
+
+  def _start_pages(self) -> None:
+    p, tail = self.p, self.tail
+    self.last_page = p.cdiv(self.kv_len, tail.page_size) - 1
+    self.table_row = p.address(p.pointer("table"), self.seq, 4 * tail.max_pages)
+    self.issued = p.u32(0)
+    self.pages, self.next_pages = p.u32(0), p.register("r")
+    self._load_pages(p.u32(0))
+
+  def _load_pages(self, group: Reg) -> None:
+    p, pages = self.p, self._pages_of_tile
+    tile = self.first_tile + group * (32 // pages) + self.lane.index // pages
+    if pages > 1:
+      entry = tile * pages + self.lane.index % pages
+    else:
+      entry = tile // (self.tail.page_size // TILE)
+    at = p.address(self.table_row, p.minimum(entry, self.last_page), 4)
+    p.load_into([self.next_pages], "global.nc", Mem(at))
+
+  def _issue(self) -> None:
+    """Starts this warp's copy for the next tile."""
+    p, pages, tail = self.p, self._pages_of_tile, self.tail
+    of_group = self.issued % (32 // pages)
+    with p.when(of_group.eq(0)):
+      p.set(self.pages, self.next_pages)
+      self._load_pages(self.issued // (32 // pages) + 1)
+    # Made anew each time, as registers are short.
+    policy = p.new("d", "createpolicy.fractional.L2::evict_first.b64", 1.0)
+    runs = max(1, tail.page_size // TILE)  # of a tile's keys, in a page
+    barrier = Mem(self.barriers + self.issue_slot * 8)
+    op = "mbarrier.arrive.expect_tx.shared::cta.b64"
+    p.emit(op, "_", barrier, self.array_bytes, when=self.first_lane)
+    copied = self.array_bytes // pages
+    target = self._stage(self.issue_slot) + self.array_place
+    for i in range(pages):
+      page = p.from_lane(self.pages, of_group * pages + i)
+      page = p.minimum(page, tail.num_pages - 1)  # a wrong number must not fault
+      run = p.mad(page, self.cut.kv_heads, self.head) * runs
+      if runs > 1:
+        run = run + (self.first_tile + self.issued) % runs
+      p.emit(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint",
+        Mem(target),
+        Mem(p.new("d", "mad.wide.u32", run, copied, self.array)),
+        copied,
+        barrier,
+        policy,
+        when=self.first_lane,
+      )
+      if i < pages - 1:
+        target = target + copied
+    p.set(self.issued, self.issued + 1)
+    p.set(self.issue_slot, self._after(self.issue_slot))
+
+  def _is_full(self, barrier: Mem, phase: Reg) -> Reg:
+    p = self.p
+    ready = p.new("p", "mbarrier.try_wait.parity.shared::cta.b64", barrier, phase)
+    return p.new("p", "vote.sync.all.pred", ready, ALL_LANES)
+
+  def _wait(self, barrier: Mem, phase: Reg) -> None:
+    with self.p.loop() as polling:
+      polling.leave_if(self._is_full(barrier, phase))
+
+  # Right operands in shared memory: rows of 128 bytes, K-major, swizzled.
+
+  def _descriptor(self, address: Reg) -> Reg:
+    """The low word of a matrix descriptor: address / 16; of 8 rows, groups of which follow."""
+    return ((address & 0x3FFFF) >> 4) | 0x10000
+
+  def _matrix(self, low: Reg, offset: int) -> Reg:
+    swizzle_128_bytes, group_stride = 1 << 30, (8 * 128) >> 4
+    low = low + (offset >> 4) if offset else low
+    return self.p.new("d", "mov.b64", [low, swizzle_128_bytes | group_stride])
+
+  def _load_q(self) -> None:
+    """q to shared memory, its columns in the order in which K comes out of its words.
+
+    Each thread takes a quarter of a row, of columns the quarter that the lane c has of K: k-step i
+    of 16 columns has the pairs 2 i and 2 i + 1 of it at 2 c and 2 c + 8.
+    """
+    p, tail = self.p, self.tail
+    quarter = HEAD_DIM // 4
+    heads = self.cut.kv_heads * tail.group
+    items = []
+    for start in range(0, 4 * tail.rows, THREADS):
+      item = self.thread + start if start else self.thread
+      row, c = item >> 2, item & 3
+      real = p.minimum(row, self.tokens * tail.group - 1)  # rows past the last one repeat it
+      token = real // tail.group
+      head = real - token * tail.group
+      q_row = (self.q_begin + self.first_token + token) * heads + (self.head * tail.group + head)
+      operands = []
+      for operand in range(tail.q_operands):
+        index = (q_row * tail.q_operands + operand) * 4 + c
+        at = p.address(p.pointer("q"), index, 2 * quarter)
+        words = []
+        for piece in range(0, 2 * quarter, 16):
+          words += p.load("global.nc", Mem(at, piece), 4)
+        if tail.sm_scale < 0:
+          words = [word ^ "0x80008000" for word in words]
+        operands.append(words)
+      items.append((row, c, operands, start))
+
+    largest = largest_of(p, [words for _, _, operands, _ in items for words in operands])
+    place = self.smem + self.warp * 4
+    p.store("shared", Mem(place, tail.reduction), [p.max_lanes(largest)], when=self.first_lane)
+    p.sync(THREADS)
+    of_warps = p.load("shared", Mem(self.smem, tail.reduction), WARPS)
+    inverse, unit = unit_for(p, p.max_of(of_warps), Q_EXPONENT)
+    for row, c, operands, start in items:
+      inside = None if start + THREADS <= 4 * tail.rows else row < tail.rows
+      for operand, words in enumerate(operands):
+        pairs = in_order(p, to_f16(p, words, inverse), self.keys.word_pairs())
+        self._store_q_row(operand, row, c, pairs, inside)
+
+    (k_global,) = p.load("global.nc", Mem(p.address(p.pointer("k_global"), self.head, 4)), kind="f")
+    self.scale = k_global * (abs(tail.sm_scale) * LOG2_E * self.keys.unit) * unit
+    for start in range(0, tail.reference_stride, THREADS):
+      place = Mem(self.smem + (self.thread + start) * 4, tail.references)
+      real = self.thread + start < tail.reference_stride
+      p.store("shared", place, [p.f32(NO_REFERENCE)], when=real)
+    p.store("shared", Mem(self.smem, tail.large), [p.u32(0)], when=self.thread.eq(0))
+
+  def _store_q_row(self, operand: int, row: Reg, c: Reg, pairs: list[Reg], inside) -> None:
+    p, tail = self.p, self.tail
+    base = self.smem + (row * 128 + c * 4)
+    swizzle = (row & 7) * 16
+    for i, pair in enumerate(pairs):
+      half, place = divmod(i * 16, 128)  # of 64 columns, and in its row of 128 bytes
+      offset = operand * tail.rows * 256 + half * tail.rows * 128
+      p.store("shared", Mem(base + (swizzle ^ place), offset), [pair], when=inside)
+
+  # One tile.
+
+  def _multiply_keys(self, scores: list[Reg], stage: Reg) -> None:
+    """Starts S of the tile in a stage, each word of codes as soon as it is wide."""
+    p, tail = self.p, self.tail
+    codes = stage + self.warp * (CODES // WARPS)
+    scales = stage + (self.warp * (SCALES // WARPS) + 2 * CODES)
+    top, bottom = (self.keys.key_words(p, self.lane, codes, scales, half) for half in (0, 8))
+    low = self._descriptor(self.smem)
+    fresh = True
+    for word in range(HEAD_DIM // 4 // 8):
+      pairs = [self.keys.widen_word(p, *of_row[word]) for of_row in (top, bottom)]
+      p.emit("wgmma.fence.sync.aligned")
+      for step in range(2):
+        i = 2 * word + step  # of 16 columns
+        near, far = (of_row[2 * step : 2 * step + 2] for of_row in pairs)
+        for operand in range(tail.q_operands):
+          offset = operand * tail.rows * 256 + (i // 4) * tail.rows * 128 + (i % 4) * 32
+          a = [near[0], far[0], near[1], far[1]]
+          self._wgmma(scores, a, self._matrix(low, offset), accumulate=not fresh)
+          fresh = False
+    p.emit("wgmma.commit_group.sync.aligned")
+
+  def _wgmma(self, acc: list[Reg], a: list[Reg], b: Reg, accumulate: bool = True) -> None:
+    op = f"wgmma.mma_async.sync.aligned.m64n{self.tail.rows}k16.f32.f16.f16"
+    self.p.emit(op, acc, a, b, self.yes if accumulate else self.no, 1, 1, 0)
+
+  def _tile(self) -> None:
+    p, tail = self.p, self.tail
+    key = (self.first_tile + self.done) * TILE
+    stage = self._stage(self.slot)
+    # S of the next tile comes first; of the last one once more where there is none.
+    last = (self.done + 1) >= self.count
+    flips = self.slot.eq(tail.stages - 1)
+    next_slot = p.select(last, self.slot, self._after(self.slot))
+    next_phase = p.select(last, self.phase, p.select(flips, self.phase ^ 1, self.phase))
+    next_full = Mem(self.barriers + next_slot * 8)
+    is_full = self._is_full(next_full, next_phase)  # asked early, as the answer takes a while
+
+    raw_v_scales = self._load_v_scales(stage, key)
+    self._store_probabilities(self.scores)
+    self._convert_v_scales(raw_v_scales)
+    self._announce_probabilities()
+    with p.when(is_full, unless=True):
+      self._wait(next_full, next_phase)
+    self._multiply_keys(self.scores, self._stage(next_slot))
+    p.sync(THREADS)  # P is there, and all warps are past the stage before this one
+    (large,) = p.load("shared", Mem(self.smem, tail.large))
+    with p.when(large.eq(self.done + 1)):
+      self._do_again(stage, key)
+    v_words, v_scales = self._load_v_words(stage), self._load_v_factors()
+    for total, of_tile in zip(self.sum, self.tile_sums, strict=True):
+      p.set(total, total + of_tile)
+    p.emit("wgmma.wait_group.sync.aligned", 1)  # O of the tile before: its V may go
+    self._multiply_values(v_words, v_scales)
+    with p.when(self.done.ne(0) & (self.issued < self.count)):
+      self._issue()
+    p.emit("wgmma.wait_group.sync.aligned", 1)  # S of the next tile
+    self._finish_scores(self.scores, p.select(last, key, key + TILE))
+    p.set(self.phase, p.select(flips, self.phase ^ 1, self.phase))
+    p.set(self.slot, self._after(self.slot))
+    p.set(self.p_index, p.select(self.p_index.eq(P_BUFFERS - 1), 0, self.p_index + 1))
+
+  def _finish_scores(self, scores: list[Reg], key: Reg) -> None:
+    """Scores as they come from the product become those that P is made of."""
+    if self.tail.soft_cap is not None:
+      self._cap_scores(scores, self.tail.soft_cap)
+    self._mask(scores, key)
+
+  def _do_again(self, stage: Reg, key: Reg) -> None:
+    """P of a tile with new references. Its scores are gone, those of the next tile are there."""
+    p = self.p
+    p.emit("wgmma.wait_group.sync.aligned", 0)
+    scores = p.registers("f", self.tail.rows // 2)
+    self._multiply_keys(scores, stage)
+    p.emit("wgmma.wait_group.sync.aligned", 0)
+    self._finish_scores(scores, key)
+    self._set_references(scores)
+    self._store_probabilities(scores)
+    p.emit("fence.proxy.async.shared::cta")
+    p.sync(THREADS)
+
+  @property
+  def _factor(self) -> Reg:
+    """What brings scores to log2 units; with a cap they are in them."""
+    return self.scale if self.tail.soft_cap is None else self.p.f32(1.0)
+
+  def _references(self, offset: int, count: int) -> list[Reg]:
+    at = Mem(self.smem + self.lane.c * self.tail.reference_stride, self.tail.references + offset)
+    return self.p.load("shared", at, count, kind="f")
+
+  def _store_probabilities(self, scores: list[Reg]) -> None:
+    """P of the scores to shared memory; sums of the lane's, and whether one is too large."""
+    p, tail = self.p, self.tail
+    buffer = self.p_index * (tail.rows * TILE * 2)
+    # Matrix m of four: rows 8 of (m / 2), keys 8 of (m % 2).
+    row, matrix = self.lane.index & 7, self.lane.index >> 3
+    chunk = (self.warp * 2 + (matrix & 1)) ^ row
+    at = self.smem + buffer + ((matrix >> 1) * 1024 + row * 128 + chunk * 16)
+    factor, rows = self._factor, tail.rows
+    references = [r for j in range(0, rows // 8, 2) for r in self._references(8 * j, 4)]
+    # All of a step before the next one: a lone warp waits for each result.
+    shifted = [p.fma(x, factor, references[2 * (i // 4) + i % 2]) for i, x in enumerate(scores)]
+    values = [p.exp2(x) for x in shifted]
+    packed = [p.pack("f16", *values[i : i + 2]) for i in range(0, rows // 2, 2)]
+    op = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
+    for j in range(0, rows // 8, 2):
+      p.emit(op, Mem(at, tail.p_offset + 1024 * j), packed[2 * j : 2 * j + 4])
+    for i, total in enumerate(self.tile_sums):
+      first = 4 * (i // 2) + i % 2
+      p.set(total, values[first] + values[first + 2])
+    seen = functools.reduce(operator.or_, packed)
+    self.too_large = (seen & 0x40004000).ne(0)  # 2 or more, or NaN
+
+  def _announce_probabilities(self) -> None:
+    """What the next barrier makes known to the other warps."""
+    p = self.p
+    at = Mem(self.smem, self.tail.large)
+    p.store("shared", at, [self.done + 1], when=p.any_lane(self.too_large) & self.first_lane)
+    p.emit("fence.proxy.async.shared::cta")
+    p.sync_warp()
+
+  def _cap_scores(self, scores: list[Reg], cap: float) -> None:
+    """cap tanh(s / cap) = cap - 2 cap / (1 + exp(2 s / cap)), in log2 units."""
+    p = self.p
+    for x in scores:
+      power = p.exp2(x * self.scale * (2.0 / cap))
+      p.set(x, p.fma(p.reciprocal(power + 1.0), -2.0 * cap * LOG2_E, cap * LOG2_E))
+
+  def _mask(self, scores: list[Reg], key: Reg) -> None:
+    """-inf where a row does not see a key, in tiles that have such."""
+    p, tail = self.p, self.tail
+    newest = self.position if tail.causal else self.kv_len - 1  # of what the first row sees
+    partial = (key + (TILE - 1)).above(newest)
+    if tail.window is not None:
+      # The last row's window begins latest.
+      latest = self.position + self.tokens - tail.window
+      partial = partial | latest.above(key)
+    mine = key + self.warp * 16 + self.lane.g
+    with p.when(partial):
+      for j in range(tail.rows // 8):
+        for k in range(2):
+          token = (self.lane.c * 2 + (8 * j + k)) // tail.group
+          position = self.position + token
+          end = position if tail.causal else newest
+          for half in range(2):
+            of_half = mine + 8 * half if half else mine
+            unseen = of_half.above(end)
+            if tail.window is not None:
+              unseen = unseen | (position - (tail.window - 1)).above(of_half)
+            x = scores[4 * j + 2 * half + k]
+            p.set(x, p.select(unseen, NEG_INF, x))
+
+  def _set_references(self, scores: list[Reg]) -> None:
+    """References of the rows, from their largest in this tile; O and sums follow."""
+    p, tail = self.p, self.tail
+    p.emit("wgmma.wait_group.sync.aligned", 0)
+    first_key = self.lane.g.eq(0)
+    columns = [(j, k) for j in range(tail.rows // 8) for k in range(2)]
+    mine = self.smem + self.lane.c * 8 + self.warp * (4 * tail.rows)
+    for j, k in columns:
+      top = p.maximum(scores[4 * j + k], scores[4 * j + 2 + k])
+      for step in (4, 8, 16):
+        top = p.maximum(top, p.shuffle_xor(top, step))
+      at = Mem(mine, tail.reduction + 4 * (8 * j + k))
+      p.store("shared", at, [top], when=first_key)
+    p.sync(THREADS)
+    references = []
+    for j, k in columns:
+      at = self.smem + self.lane.c * 8
+      tops = [
+        p.load("shared", Mem(at, tail.reduction + 4 * (8 * j + k + w * tail.rows)), kind="f")[0]
+        for w in range(WARPS)
+      ]
+      (old,) = self._references(4 * (2 * j + k), 1)
+      new = p.minimum(p.fma(p.max_of(tops), self._factor * -1.0, -MARGIN), old)
+      shrink = p.exp2(new - old)
+      for x in [self.sum[2 * j + k], *(o[4 * j + k + half] for o in self.out for half in (0, 2))]:
+        p.set(x, x * shrink)
+      references.append(new)
+    p.sync(THREADS)
+    one = first_key & self.warp.eq(0)
+    at = self.smem + self.lane.c * tail.reference_stride
+    for (j, k), new in zip(columns, references, strict=True):
+      p.store("shared", Mem(at, tail.references + 4 * (2 * j + k)), [new], when=one)
+    p.sync(THREADS)
+
+  def _load_v_scales(self, stage: Reg, key: Reg) -> list[Reg]:
+    """Scales of the warp's two blocks of V, of two keys for each lane; 0 where no row sees them."""
+    p, tail = self.p, self.tail
+    at = stage + (self.lane.index * 16 + self.warp * 2)
+    end = self.kv_len
+    if tail.causal:
+      end = p.new("r", "min.s32", end, self.position + self.tokens)
+    of_keys = []
+    for i in range(2):
+      (both,) = p.load("shared", Mem(at, 2 * CODES + SCALES + 8 * i), size=2)
+      of_key = key + self.lane.index * 2 + i if i else key + self.lane.index * 2
+      unseen = (of_key + 1).above(end)
+      if tail.window is not None:
+        unseen = unseen | (self.position - (tail.window - 1)).above(of_key)
+      of_keys.append(p.select(unseen, 0, both))
+    return of_keys
+
+  def _convert_v_scales(self, of_keys: list[Reg]) -> None:
+    """The lane 4 m + c has the keys 8 m + 2 c and the next: of block b at word (4 b + c) 8 + m."""
+    p = self.p
+    table = self.smem + self.warp * V_SCALE_BYTES
+    place = table + ((self.lane.index & 3) * 32 + (self.lane.index >> 2) * 4)
+    for b, selector in enumerate((0x7740, 0x7751)):
+      both = p.permute(of_keys[0], of_keys[1], selector)
+      word = p.e4m3_to_f16(p.halves(both)[0])
+      p.store("shared", Mem(place, self.tail.v_scales + 128 * b), [word])
+
+  def _load_v_factors(self) -> list[Reg]:
+    """Scales of the lane's block, g 0 to 3 or 4 to 7, of the keys 8 m + 2 c and the next."""
+    p, table = self.p, self.smem + self.warp * V_SCALE_BYTES
+    place = table + ((self.lane.g >> 2) * 128 + self.lane.c * 32)
+    return [
+      *p.load("shared", Mem(place, self.tail.v_scales), 4),
+      *p.load("shared", Mem(place, self.tail.v_scales + 16), 4),
+    ]
+
+  def _load_v_words(self, stage: Reg) -> list[Reg]:
+    """The codes of V's tile, of 8 keys after 8.
+
+    A matrix of 8 keys by 16 bytes of codes, transposed, gives the lane (g, c) the codes of four
+    columns, 4 g and on of the warp's 32, for the keys 2 c and 2 c + 1 in a word's halves.
+    """
+    p, words = self.p, []
+    at = stage + (self.lane.index * (HEAD_DIM // 2) + self.warp * 16)
+    for keys in (0, 32):
+      four = p.registers("r", 4)
+      op = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
+      p.emit(op, four, Mem(at, CODES + keys * (HEAD_DIM // 2)))
+      words += four
+    return words
+
+  def _multiply_values(self, words: list[Reg], scales: list[Reg]) -> None:
+    """Starts O += of a tile, of each 16 keys as soon as they are wide.
+
+    The rows g and g + 8 of the first product are the columns 4 g and 4 g + 1, of the second the
+    next two.
+    """
+    p, tail = self.p, self.tail
+    low = self._descriptor(self.smem + (self.p_index * (tail.rows * TILE * 2) + tail.p_offset))
+    for step in range(TILE // 16):
+      near, far = (
+        [p.mul_f16x2(pair, scales[i]) for pair in e2m1_as_f16(p, words[i])]
+        for i in (2 * step, 2 * step + 1)
+      )
+      b = self._matrix(low, 32 * step)
+      p.emit("wgmma.fence.sync.aligned")
+      for product, out in enumerate(self.out):
+        i = 2 * product
+        self._wgmma(out, [near[i], near[i + 1], far[i], far[i + 1]], b)
+    p.emit("wgmma.commit_group.sync.aligned")
+
+  # The end of a segment.
+
+  def _finish(self) -> None:
+    p, tail = self.p, self.tail
+    columns = [(j, k) for j in range(tail.rows // 8) for k in range(2)]
+    at = self.smem + self.lane.c * 8
+    for (j, k), total in zip(columns, self.sum, strict=True):
+      for step in (4, 8, 16):
+        total = total + p.shuffle_xor(total, step)
+      place = Mem(at + self.warp * (4 * tail.rows), tail.reduction + 4 * (8 * j + k))
+      p.store("shared", place, [total], when=self.lane.g.eq(0))
+    p.sync(THREADS)
+    (v_global,) = p.load("global.nc", Mem(p.address(p.pointer("v_global"), self.head, 4)), kind="f")
+    out_scale = v_global * self.keys.unit
+    slot = self._slot()
+    for j, k in columns:
+      sums = [
+        p.load("shared", Mem(at, tail.reduction + 4 * (8 * j + k + w * tail.rows)), kind="f")[0]
+        for w in range(WARPS)
+      ]
+      total = (sums[0] + sums[1]) + (sums[2] + sums[3])
+      (reference,) = self._references(4 * (2 * j + k), 1)
+      empty = total.eq(0.0)
+      factor = p.select(empty, 0.0, p.reciprocal(total) * out_scale)
+      lse = p.select(empty, NEG_INF, p.log2(total) - reference)
+      values = [o[4 * j + k + half] * factor for o in self.out for half in (0, 2)]
+      self._store_row(self.lane.c * 2 + (8 * j + k), slot, values, lse)
+
+  def _store_row(self, row: Reg, slot: Reg, values: list[Reg], lse: Reg) -> None:
+    """Four columns of a row, 32 w + 4 g and on."""
+    p, tail = self.p, self.tail
+    real = row < self.tokens * tail.group
+    whole, piece = real & self.is_whole, real & ~self.is_whole
+    first = self.thread < 4  # has column 0 of the lane's rows
+    column = self.warp * 32 + self.lane.g * 4
+    token = row // tail.group
+    head = row - token * tail.group + self.head * tail.group
+    out_row = (self.q_begin + self.first_token + token) * (self.cut.kv_heads * tail.group) + head
+    self._store_out(out_row * HEAD_DIM + column, values, whole)
+    at = Mem(p.address(p.pointer("lse"), out_row, 4))
+    p.store("global", at, [lse * (1.0 / LOG2_E)], when=whole & first)
+    piece_row = slot * tail.rows + row
+    at = Mem(p.address(p.pointer("pieces"), piece_row * HEAD_DIM + column, 4))
+    p.store("global", at, values, when=piece)
+    at = Mem(p.address(p.pointer("piece_lse"), piece_row, 4))
+    p.store("global", at, [lse], when=piece & first)
+
+  def _store_out(self, index: Reg, values: list[Reg], when: Reg) -> None:
+    p, dtype = self.p, self.tail.out_dtype
+    if dtype != "float32":
+      half = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+      values = [p.pack(half, a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
+    at = p.address(p.pointer("out"), index, 4 if dtype == "float32" else 2)
+    p.store("global", Mem(at), values, when=when)
+
+  def _slot(self) -> Reg:
+    """The piece's slot; the first piece also tells the join, for each token, where pieces are."""
+    p, tail, run = self.p, self.tail, self.run
+    slot = p.program * 2 + p.select(self.is_first, 1, 0)
+    last = run.block_of(p, self.unit + self.units - 1)
+    pieces = p.select(self.is_whole, 1, last - p.program + 1)
+    mine = self.is_first & (self.thread < self.tokens)
+    token = self.q_begin + self.first_token + self.thread
+    at = Mem(p.address(p.pointer("piece_slots"), token * self.cut.kv_heads + self.head, 16))
+    first_row = self.thread * tail.group
+    p.store("global", at, [slot, pieces, first_row, p.u32(0)], when=mine)
+    return slot

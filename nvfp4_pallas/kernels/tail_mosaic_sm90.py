@@ -1,0 +1,174 @@
+"""Split-KV attention for short queries over long NVFP4 caches on Hopper: tails of prefill.
+
+Two kernels as for decode (decode_mosaic_sm90.py): `tail_attend` (tail_attend.py) cuts the keys of
+all sequences evenly over the multiprocessors, `tail_join` (tail_join.py) puts the results of cut
+query tiles together. PTX in Pallas kernels: K and V go from registers into the tensor cores, in an
+order of products, copies and barriers that Pallas' Mosaic GPU cannot say.
+
+Run on a CPU by an emulator of its instructions and compiled ahead of time for sm_90a in the tests;
+run on an H200 as the rows of benchmarks/results say, which name the hash of these sources.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from nvfp4_pallas.batch import RaggedBatch
+from nvfp4_pallas.cache import PagedKVCache
+from nvfp4_pallas.kernels import tail_attend, tail_join
+from nvfp4_pallas.kernels.decode_mosaic_sm90 import MULTIPROCESSORS, Kernel, inputs
+from nvfp4_pallas.kernels.decode_work import Cut
+from nvfp4_pallas.kernels.tail_attend import HEAD_DIM, MAX_ROWS, TILE, Tail
+from nvfp4_pallas.kernels.tail_join import TailJoin
+from nvfp4_pallas.read_paths import AttentionSpec
+
+READ_PATHS = ("nvfp4_dequant", "nvfp4_a4q")
+
+
+@dataclasses.dataclass(frozen=True)
+class TailConfig:
+  """What can be tuned.
+
+  Attributes:
+    width: tokens of a query tile.
+    stages: key tiles fetched or in use in a block.
+    blocks: of threads; the work is cut into as many parts.
+    unit: tiles of keys that are not cut.
+    join_warps: that put one row together, 1 or 4.
+  """
+
+  width: int
+  stages: int
+  blocks: int
+  unit: int
+  join_warps: int
+
+
+def choose_config(tokens: int, num_seqs: int, kv_heads: int, group: int) -> tuple[TailConfig, str]:
+  """The configuration for a shape, and why."""
+  width = max(1, min(MAX_ROWS // group, -(-tokens // num_seqs)))
+  why = f"query tiles of {width} tokens, what a sequence has on average, up to {MAX_ROWS} rows"
+  rows = tokens * kv_heads * group
+  config = TailConfig(
+    width=width,
+    stages=6,
+    blocks=2 * MULTIPROCESSORS,
+    unit=1,
+    join_warps=4 if rows < 4 * 4 * MULTIPROCESSORS else 1,
+  )
+  return config, why
+
+
+def attention(
+  q: jax.Array,
+  cache: PagedKVCache,
+  batch: RaggedBatch,
+  spec: AttentionSpec,
+  *,
+  out_dtype: Any = None,
+  config: TailConfig | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """Attention of ragged queries; ops.prefill is the definition.
+
+  Args:
+    q: [tokens, num_q_heads, head_dim] of any float type; it is rounded to bf16 first.
+    cache, batch, spec: as in ops.prefill. All of the batch is data.
+    out_dtype: bfloat16, float16 or float32; None for q's.
+    config: instead of choose_config's.
+
+  Returns:
+    out [tokens, num_q_heads, head_dim], lse float32 [tokens, num_q_heads].
+  """
+  out_dtype = q.dtype if out_dtype is None else out_dtype
+  if 0 in (q.shape[0], batch.num_seqs, batch.max_pages):
+    out = jnp.zeros(q.shape, out_dtype)
+    return out, jnp.full(out.shape[:-1], -jnp.inf, jnp.float32)
+  attend, join = kernels(q, cache, batch, spec, out_dtype, config)
+  arrays = inputs(q, cache, batch, spec) | {"cu_q_lens": batch.cu_q_lens}
+  arrays |= attend.launch(arrays)
+  out, lse = jax.new_ref(arrays["out"]), jax.new_ref(arrays["lse"])
+  join.launch(arrays | {"out": out, "lse": lse})
+  return jax.freeze(out), jax.freeze(lse)
+
+
+def kernels(
+  q, cache: PagedKVCache, batch: RaggedBatch, spec: AttentionSpec, out_dtype: Any, config=None
+) -> tuple[Kernel, Kernel]:
+  """The main program and the one that joins pieces. `config`: instead of choose_config's."""
+  tokens, num_q_heads, _ = q.shape
+  num_seqs, kv_heads = batch.num_seqs, cache.num_kv_heads
+  group = num_q_heads // kv_heads
+  if config is None:
+    config, _ = choose_config(tokens, num_seqs, kv_heads, group)
+  tail = Tail(
+    group=group,
+    width=config.width,
+    q_operands=spec.q_levels if spec.read_path == "nvfp4_a4q" else 1,
+    page_size=cache.page_size,
+    num_pages=cache.num_pages,
+    max_pages=batch.max_pages,
+    causal=spec.causal,
+    sm_scale=spec.sm_scale,
+    window=spec.window,
+    soft_cap=spec.soft_cap,
+    out_dtype=jnp.dtype(out_dtype).name,
+    stages=config.stages,
+  )
+  cut = Cut(
+    num_seqs=num_seqs,
+    kv_heads=kv_heads,
+    tile=TILE,
+    blocks=config.blocks,
+    window=None,  # tail_attend.py counts tiles itself, as windows begin at the first new token
+    unit=config.unit,
+    batch_invariant=False,
+  )
+  slots = cut.slots(batch.max_pages * cache.page_size)
+  attend = Kernel(
+    name="tail_attend",
+    program=tail_attend.attend(tail, cut),
+    blocks=config.blocks,
+    smem_bytes=tail.smem_bytes,
+    makes={
+      "out": jax.ShapeDtypeStruct((tokens, num_q_heads, HEAD_DIM), tail.out_dtype),
+      "lse": jax.ShapeDtypeStruct((tokens, num_q_heads), jnp.float32),
+      "pieces": jax.ShapeDtypeStruct((slots, tail.rows, HEAD_DIM), jnp.float32),
+      "piece_lse": jax.ShapeDtypeStruct((slots, tail.rows), jnp.float32),
+      "piece_slots": jax.ShapeDtypeStruct((tokens * kv_heads, 4), jnp.int32),
+    },
+  )
+  pieces = TailJoin(
+    num_seqs=num_seqs,
+    kv_heads=kv_heads,
+    group=group,
+    head_dim=HEAD_DIM,
+    warps=config.join_warps,
+    in_order=False,
+    out_dtype=tail.out_dtype,
+    tokens=tokens,
+    tile_rows=tail.rows,
+  )
+  join = Kernel("tail_join", tail_join.join(pieces), pieces.blocks, pieces.smem_bytes, {})
+  return attend, join
+
+
+def unsupported(request: Any) -> str | None:
+  """Why the kernel cannot run a request (ops.request.AttentionRequest), or None if it can."""
+  if request.spec.read_path not in READ_PATHS:
+    return f"the kernel has the read paths {', '.join(READ_PATHS)}, not {request.spec.read_path}"
+  if request.formats != ("nvfp4", "nvfp4"):
+    return f"the kernel reads K and V in nvfp4, got {' and '.join(request.formats)}"
+  for name, dim in (("head_dim", request.head_dim), ("v_head_dim", request.v_head_dim)):
+    if dim != HEAD_DIM:
+      return f"the kernel has head_dim {HEAD_DIM}, got {name} {dim}"
+  if request.new_kv:
+    return "the kernel reads all keys from the cache, so new_kv must be appended first"
+  if request.group > MAX_ROWS:
+    return f"the kernel takes up to {MAX_ROWS} query heads a KV head, got {request.group}"
+  if request.spec.sm_scale == 0:
+    return "the kernel compares scores before it scales them, so sm_scale must not be 0"
+  return None

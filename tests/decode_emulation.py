@@ -1,0 +1,123 @@
+"""Runs the decode kernels' PTX on a CPU, and how far their results may be from float64."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import oracle
+from nvfp4_pallas.kernels import decode_mosaic_sm90 as kernel
+from nvfp4_pallas.kernels.decode_attend import Problem
+from nvfp4_pallas.kernels.decode_mosaic_sm90 import DecodeConfig
+from nvfp4_pallas.read_paths import AttentionSpec
+from tests.cases import Built, Case
+from tests.ptx_emulator import Memory, run
+
+# Few blocks, which cut sequences and have several segments each, and small tiles.
+SMALL = DecodeConfig(tile=32, slots=3, blocks=5, join_warps=1, unit=2)
+READ_PATHS = {"nvfp4": "nvfp4_dequant", "fp8": "fp8", "bf16": "bf16"}
+U = oracle.F32_UNIT
+OUT_UNIT = {"bfloat16": oracle.BF16_UNIT, "float16": 2.0**-11, "float32": 0.0}
+
+
+def spec_of(case: Case, **options) -> AttentionSpec:
+  formats = case.k_format, case.v_format
+  path = next(path for format, path in READ_PATHS.items() if format in formats)
+  numerics: dict[str, Any] = {"read_path": path, "sm_scale": case.head_dim**-0.5}
+  numerics.update(case.options, **options)
+  return AttentionSpec(causal=True, **numerics)
+
+
+def emulate(
+  built: Built,
+  spec: AttentionSpec,
+  *,
+  batch_invariant: bool = False,
+  config: DecodeConfig | None = SMALL,
+  out_dtype=None,
+  reverse: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+  """decode_mosaic_sm90.decode by the emulator, on arrays of which it may read what it needs."""
+  q, cache, batch = built.q, built.cache, built.batch
+  problem = kernel.problem_of(q, cache, batch, spec, out_dtype or q.dtype)
+  attend, join = kernel.kernels(
+    problem, batch.num_seqs, cache.num_kv_heads, batch_invariant, config
+  )
+  arrays = jax.jit(kernel.inputs, static_argnums=3)(q, cache, batch, spec)
+  arrays = {name: np.asarray(array) for name, array in arrays.items()}
+  if config is None:
+    config, _ = kernel.choose_config(problem, batch.num_seqs, cache.num_kv_heads, batch_invariant)
+  made = dict(attend.makes)
+  slots = made.pop("piece_slots")
+  memory = Memory(
+    arrays,
+    made,
+    # Of free places it is not written; the join may load it and must not use it.
+    in_place={"piece_slots": np.full(slots.shape, -1, slots.dtype)},
+    readable=_readable(arrays, problem, config.tile),
+    copies_read_all=False,
+  )
+  for part in (attend, join):
+    run(
+      part.program,
+      memory,
+      programs=range(part.blocks),
+      smem_bytes=part.smem_bytes,
+      reverse=reverse,
+    )
+  return memory.array("out"), memory.array("lse")
+
+
+def _readable(arrays, problem: Problem, tile: int) -> dict[str, np.ndarray]:
+  """Table entries of pages that exist, and of those the tiles with keys that are seen."""
+  page_size = problem.page_size
+  # A number that is no page's stands for the last one: it must not fault.
+  table = np.minimum(arrays["table"].astype(np.uint32), problem.num_pages - 1)
+  entries = np.zeros(table.shape, bool)
+  slots = np.zeros((problem.num_pages, page_size), bool)
+  for s, kv_len in enumerate(arrays["kv_lens"]):
+    pages = -(-int(kv_len) // page_size)
+    entries[s, :pages] = True
+    oldest = 0 if problem.window is None else max(0, int(kv_len) - problem.window)
+    keys = np.arange(oldest // tile * tile, min(-(-int(kv_len) // tile) * tile, pages * page_size))
+    slots[table[s, keys // page_size], keys % page_size] = True
+  rows = slots[:, None, :, None]
+  return {"table": entries} | dict.fromkeys(problem.pool_pointers, rows)
+
+
+def exact_of(built: Built, spec: AttentionSpec) -> oracle.Attention:
+  batch = built.batch.page_table, built.batch.kv_lens, built.batch.cu_q_lens
+  return oracle.attention(built.q, built.cache, *batch, **dataclasses.asdict(spec))
+
+
+def bounds(
+  exact: oracle.Attention, built: Built, spec: AttentionSpec, out_dtype
+) -> tuple[np.ndarray, np.ndarray]:
+  """How far (out, lse) of the kernel may be from `exact`.
+
+  delta, what a score may be wrong by, is oracle.Attention's and:
+  - Where K is float16 (all but bf16), so is q, in a unit that brings its largest value M to 16 or
+    more: rounded to multiples of 2^-24 at worst, by 2^-25 / 16 M, once for each of its operands.
+  - The soft cap is c - 2 c r with r = 1 / (1 + e). ex2.approx makes e wrong by 2^-22 of itself, the
+    sum by u = 2^-24, rcp.approx by 2^-23; these 7 u of r <= 1, the rounding of the two constants
+    (3 u c) and of the result (u c) are 18 u c at most.
+  P is rounded to float16 where V is, by 2^-11 of itself or, among subnormals, by 2^-25 (its largest
+  value is 1), else to bf16 by 2^-8. The sum it is divided by is not rounded.
+  """
+  delta = exact.delta
+  if built.cache.k.format != "bf16":
+    operands = spec.q_levels if spec.read_path == "nvfp4_a4q" else 1
+    delta = delta + operands * 2.0**-29 * exact.reach
+  if spec.soft_cap is not None:
+    delta = delta + 18 * U * spec.soft_cap
+  f16 = built.cache.v.format != "bf16"
+  relative = 2 * delta + (exact.keys + 16) * U + (2.0**-11 if f16 else oracle.BF16_UNIT)
+  out = relative[..., None] * exact.spread + 2.0**-25 * f16 * exact.magnitude
+  stored = OUT_UNIT[jnp.dtype(out_dtype).name]
+  out = out * (1 + stored) + stored * np.abs(exact.out)
+  if out_dtype == jnp.float16:
+    out = out + 2.0**-25  # subnormals
+  lse = np.where(np.isfinite(exact.lse), np.abs(exact.lse), 0)
+  return out + 1e-30, delta + (exact.keys + 16) * U + 4 * U * lse
