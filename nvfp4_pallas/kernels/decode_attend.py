@@ -28,6 +28,7 @@ from collections.abc import Callable
 
 from nvfp4_pallas.kernels.decode_work import Cut, find_run
 from nvfp4_pallas.kernels.mma_fragments import Fragments, Lane
+from nvfp4_pallas.kernels.page_walk import Pages, PageWalk
 from nvfp4_pallas.kernels.ptx import ALL_LANES, Mem, Ptx, Reg
 from nvfp4_pallas.kernels.q_operands import in_order, largest_of, to_f16, unit_for
 
@@ -220,64 +221,44 @@ class _Attend:
     # Keys are read once: they should not drive anything out of the L2 cache.
     self.policy = p.new("d", "createpolicy.fractional.L2::evict_first.b64", 1.0)
 
-  @property
-  def _pages_of_tile(self) -> int:
-    return max(1, self.cut.tile // self.problem.page_size)
-
   def _start_pages(self) -> None:
-    """Lanes hold the page numbers of this warp's next tiles, and load the ones after those."""
-    p = self.p
-    last_page = p.cdiv(self.kv_len, self.problem.page_size) - 1
-    self.last_page = last_page
-    self.table_row = p.address(p.pointer("table"), self.seq, 4 * self.problem.max_pages)
+    p, problem, cut = self.p, self.problem, self.cut
+    pages = Pages(
+      page_size=problem.page_size,
+      num_pages=problem.num_pages,
+      kv_heads=cut.kv_heads,
+      tile=cut.tile,
+      stride=WARPS,
+    )
+    row = p.address(p.pointer("table"), self.seq, 4 * problem.max_pages)
+    self.walk = PageWalk(
+      p, pages, self.lane.index, row=row, kv_len=self.kv_len, first_tile=self.first_tile
+    )
+    self.run_keys = pages.run
     self.issued = p.u32(0)
-    self.pages, self.next_pages = p.u32(0), p.register("r")
-    self._load_pages(p.u32(0))
-
-  def _load_pages(self, group: Reg) -> None:
-    p, pages = self.p, self._pages_of_tile
-    ahead = group * (32 // pages) + self.lane.index // pages
-    tile = self.first_tile + ahead * WARPS
-    if pages > 1:
-      entry = tile * pages + self.lane.index % pages
-    else:
-      entry = tile // (self.problem.page_size // self.cut.tile)
-    at = p.address(self.table_row, p.minimum(entry, self.last_page), 4)
-    p.load_into([self.next_pages], "global.nc", Mem(at))
 
   def _issue(self, pool: str) -> None:
     """Starts the copies of the next tile's K ("k") or, after those, V ("v"), if there is one."""
     p = self.p
     with p.when(self.issued < self.count):
-      of_group = self.issued % (32 // self._pages_of_tile)
       if pool == "k":
-        with p.when(of_group.eq(0)):
-          p.set(self.pages, self.next_pages)
-          self._load_pages(self.issued // (32 // self._pages_of_tile) + 1)
-      self._copy(pool, of_group)
+        self.walk.reach(self.issued)
+      self._copy(pool)
       p.set(self.issue_slot, self._after(self.issue_slot))
       if pool == "v":
         p.set(self.issued, self.issued + 1)
 
-  def _copy(self, pool: str, of_group: Reg) -> None:
-    p, problem, pages = self.p, self.problem, self._pages_of_tile
-    tile = self.first_tile + self.issued * WARPS
-    keys = min(problem.page_size, self.cut.tile)  # that lie in one page
-    runs = problem.page_size // keys  # of so many keys, in a page
-    arrays = {n: size for n, size in problem.pool_pointers.items() if n[0] == pool}
+  def _copy(self, pool: str) -> None:
+    p = self.p
+    arrays = {n: size for n, size in self.problem.pool_pointers.items() if n[0] == pool}
     barrier = Mem(self.barriers + self.issue_slot * 8)
     total = self.cut.tile * sum(arrays.values())
     op = "mbarrier.arrive.expect_tx.shared::cta.b64"
     p.emit(op, "_", barrier, total, when=self.first_lane)
-    for i in range(pages):
-      page = p.from_lane(self.pages, of_group * pages + i)
-      page = p.minimum(page, problem.num_pages - 1)  # a wrong number must not fault
-      run = p.mad(page, self.cut.kv_heads, self.head) * runs
-      if runs > 1:
-        run = run + tile % runs
+    for i, run in enumerate(self.walk.runs(self.issued, self.head)):
       target = self.slots + self.issue_slot * self.ring.slot_bytes
       for name, nbytes in arrays.items():
-        copied = keys * nbytes
+        copied = self.run_keys * nbytes
         p.emit(
           "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint",
           Mem(target + i * copied),

@@ -7,8 +7,9 @@ whole batch evenly over the multiprocessors (decode_work.py), `decode_join` (dec
 the results of cut (sequence, head)s together. Both are PTX in a Pallas kernel, because each warp
 must run its own ring of copies, and a Pallas program is a warpgroup that moves in step.
 
-Formats are parameters (mma_fragments.py). K and V, without their global scales, are exact as bf16
-operands, and so is every level of an A4Q q; P is rounded to bf16; all else is float32.
+Formats are parameters (mma_fragments.py). K and V, without their global scales, are exact operands:
+float16, or bf16 if stored so. P is rounded to V's type and q to K's, which as float16, in a unit of
+its own for each row, loses what is under 2^-29 of the row's largest value. All else is float32.
 
 Bytes from device memory: the cache's, once.
 
@@ -79,7 +80,7 @@ def choose_config(
     tile //= 2
   why = f"K or V of {tile} keys fill a slot of up to {MAX_SLOT_BYTES} bytes"
   pairs = num_seqs * kv_heads
-  blocks = 3 * MULTIPROCESSORS
+  blocks = _blocks_of_multiprocessor(problem) * MULTIPROCESSORS
   if not batch_invariant:
 
     def most_units() -> int:
@@ -123,6 +124,17 @@ class Kernel:
     pointers = self.program.parameters[:-2]
     given = (name for name in pointers if name not in self.makes)
     return dict(zip(self.makes, run(*(arrays[name] for name in given)), strict=True))
+
+
+def _blocks_of_multiprocessor(problem: Problem) -> int:
+  """How many have room: three, or two where q and O take most of a thread's registers.
+
+  q and O are column_tiles * (q_operands * head_dim / 8 + v_head_dim / 4) registers, and about 110
+  are for everything else; three blocks of 128 threads have room for 168 in all.
+  """
+  q = problem.q_operands * problem.keys.head_dim // 8
+  state = problem.column_tiles * (q + problem.values.head_dim // 4)
+  return 3 if state <= 48 else 2
 
 
 def decode(
