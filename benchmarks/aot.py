@@ -3,8 +3,8 @@
     python -m benchmarks aot [--arch sm_90] [--keep DIR] [--cache DIR] [NAME ...]
 
 compiles the cases of aot_cases.py (all, or those whose name starts with a NAME) to machine code
-and prints what a thread needs. It fails where a case does not compile, spills, or takes more
-registers or machine instructions than the case allows.
+and prints what a thread needs. It fails where a case does not compile, spills, takes more
+registers or machine instructions than the case allows, or has wgmma that wait for each other.
 
 It needs JAX's CUDA compiler, which comes from the installed CUDA plugin or else from two wheels
 that are downloaded once and unpacked into the cache directory, not installed; and ptxas and
@@ -63,6 +63,7 @@ class Kernel:
   smem: int
   ptx: str
   sass: str
+  serialised: bool = False  # ptxas put a wait after each wgmma, as it could not tell it is safe
 
   @functools.cached_property
   def code(self) -> Code:
@@ -193,6 +194,7 @@ def _read_kernel(report: pathlib.Path) -> Kernel:
     smem=total(r"(\d+) bytes smem") + int(dynamic[-1] if dynamic else 0),
     ptx=report.with_suffix(".ptx").read_text(),
     sass=report.with_suffix(".sass_ctrl").read_text(),
+    serialised="wgmma.mma_async instructions are serialized" in text,
   )
 
 
@@ -269,6 +271,8 @@ def verdict(case: Case, report: AotReport) -> str:
   """`ok`, or what is wrong with a case that compiles."""
   if report.spills:
     return f"FAIL spills {report.spills} bytes"
+  if any(kernel.serialised for kernel in report.kernels):
+    return "FAIL serialised wgmma"
   if report.registers > case.max_registers:
     return f"FAIL more than {case.max_registers} registers"
   if 0 < case.max_instructions < report.ops.total():

@@ -38,6 +38,11 @@ class CompileTest(TestCase):
       self.assertEqual(report.hlo.count("custom-call("), 2)
       if case.name != "decode/a4q":
         self.assertNotRegex(report.hlo, r" (fusion|copy|copy-start|convert|broadcast)\(")
+    if kernel == "tail":
+      self.assertEqual(report.hlo.count("custom-call("), 2)
+      # What the program has: S at the start, of the next tile and again, of each operand; O.
+      operands = 2 if case.name == "tail/a4q" else 1
+      self.assertEqual(report.ops["HGMMA"], 3 * 8 * operands + 8)
     if case.donate:
       self.check_in_place(report.hlo, by_kernel=kernel != "definition")
 
@@ -61,6 +66,9 @@ class ReportTest(TestCase):
     self.assertEqual(aot.verdict(case, self.report()), "ok")
     self.assertStartsWith(aot.verdict(case, self.report(registers=41)), "FAIL")
     self.assertStartsWith(aot.verdict(case, self.report(spills=8)), "FAIL")
+    serialised = aot.Kernel("k", 40, 0, 0, "", "", serialised=True)
+    verdict = aot.verdict(case, aot.AotReport((serialised,), "", 0.0))
+    self.assertEqual(verdict, "FAIL serialised wgmma")
     case = dataclasses.replace(case, max_instructions=1)
     two = aot.Kernel("k", 40, 0, 0, "", "/*0000*/ FADD R1, R1, R1 ;\n/*0010*/ EXIT ;")
     self.assertStartsWith(aot.verdict(case, aot.AotReport((two,), "", 0.0)), "FAIL")

@@ -115,14 +115,9 @@ class Tail:
     return self.references + 4 * self.reference_stride
 
   @property
-  def large(self) -> int:
-    """One more than the last tile in which a probability was too large."""
-    return self.reduction + 4 * WARPS * self.rows
-
-  @property
   def barriers(self) -> int:
     """Of the ring's stages."""
-    return self.large + 16
+    return self.reduction + 4 * WARPS * self.rows
 
   @property
   def smem_bytes(self) -> int:
@@ -396,7 +391,11 @@ class _Attend:
         operands.append(words)
       items.append((row, c, operands, start))
 
-    largest = largest_of(p, [words for _, _, operands, _ in items for words in operands])
+    largest = p.u32(0)
+    for _, _, operands, _ in items:
+      of_item = largest_of(p, operands)
+      # A row that is not finite must not set the unit of the others.
+      p.set(largest, p.maximum(largest, p.select(of_item < 0x7F800000, of_item, 0)))
     place = self.smem + self.warp * 4
     p.store("shared", Mem(place, tail.reduction), [p.max_lanes(largest)], when=self.first_lane)
     p.sync(THREADS)
@@ -409,12 +408,13 @@ class _Attend:
         self._store_q_row(operand, row, c, pairs, inside)
 
     (k_global,) = p.load("global.nc", Mem(p.address(p.pointer("k_global"), self.head, 4)), kind="f")
-    self.scale = k_global * (abs(tail.sm_scale) * LOG2_E * self.keys.unit) * unit
+    scale = k_global * (abs(tail.sm_scale) * LOG2_E * self.keys.unit) * unit
+    # Where it underflows, so do scores; but 0 times the -inf of a key that is not seen is NaN.
+    self.scale = p.select(scale.eq(0.0), 2.0**-126, scale)
     for start in range(0, tail.reference_stride, THREADS):
       place = Mem(self.smem + (self.thread + start) * 4, tail.references)
       real = self.thread + start < tail.reference_stride
       p.store("shared", place, [p.f32(NO_REFERENCE)], when=real)
-    p.store("shared", Mem(self.smem, tail.large), [p.u32(0)], when=self.thread.eq(0))
 
   def _store_q_row(self, operand: int, row: Reg, c: Reg, pairs: list[Reg], inside) -> None:
     p, tail = self.p, self.tail
@@ -467,13 +467,13 @@ class _Attend:
     raw_v_scales = self._load_v_scales(stage, key)
     self._store_probabilities(self.scores)
     self._convert_v_scales(raw_v_scales)
-    self._announce_probabilities()
+    p.emit("fence.proxy.async.shared::cta")
+    p.sync_warp()
     with p.when(is_full, unless=True):
       self._wait(next_full, next_phase)
     self._multiply_keys(self.scores, self._stage(next_slot))
-    p.sync(THREADS)  # P is there, and all warps are past the stage before this one
-    (large,) = p.load("shared", Mem(self.smem, tail.large))
-    with p.when(large.eq(self.done + 1)):
+    # P is there, and all warps are past the stage before this one.
+    with p.when(p.new("p", "bar.red.or.pred", 0, THREADS, self.too_large)):
       self._do_again(stage, key)
     v_words, v_scales = self._load_v_words(stage), self._load_v_factors()
     for total, of_tile in zip(self.sum, self.tile_sums, strict=True):
@@ -538,14 +538,6 @@ class _Attend:
       p.set(total, values[first] + values[first + 2])
     seen = functools.reduce(operator.or_, packed)
     self.too_large = (seen & 0x40004000).ne(0)  # 2 or more, or NaN
-
-  def _announce_probabilities(self) -> None:
-    """What the next barrier makes known to the other warps."""
-    p = self.p
-    at = Mem(self.smem, self.tail.large)
-    p.store("shared", at, [self.done + 1], when=p.any_lane(self.too_large) & self.first_lane)
-    p.emit("fence.proxy.async.shared::cta")
-    p.sync_warp()
 
   def _cap_scores(self, scores: list[Reg], cap: float) -> None:
     """cap tanh(s / cap) = cap - 2 cap / (1 + exp(2 s / cap)), in log2 units."""

@@ -5,6 +5,14 @@ all sequences evenly over the multiprocessors, `tail_join` (tail_join.py) puts t
 query tiles together. PTX in Pallas kernels: K and V go from registers into the tensor cores, in an
 order of products, copies and barriers that Pallas' Mosaic GPU cannot say.
 
+Limits, which the definition does not have:
+- Scores must be below 9e7 = 2^27 ln 2 in magnitude: the exponents' references are float32, and past
+  that their rounding is more than what they leave above P. Beyond, a row may come out as NaN or 0.
+- q of a query tile and KV head has one unit: a row 2^-31 as large as the tile's largest still has
+  all of bfloat16's digits, one 2^-39 as large has none left.
+- When V of a key is not finite (a faulty block), rows that do not see the key also become NaN in
+  the columns concerned if other rows of their query tile do see it.
+
 Run on a CPU by an emulator of its instructions and compiled ahead of time for sm_90a in the tests;
 run on an H200 as the rows of benchmarks/results say, which name the hash of these sources.
 """

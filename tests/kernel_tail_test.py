@@ -1,0 +1,427 @@
+"""The kernels for short queries, PTX run by an emulator, against float64 on the same decoded bytes.
+
+The caches of cases.build hold poison wherever nothing may be read (NaN scales and data in unused
+slots and pages, wild page numbers in table tails), pages in random order, codes of both signs,
+scales with zeros and subnormals among them, and a global scale for each head. What the kernels have
+no reason to read they may not: see tail_emulation.py.
+"""
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from absl.testing import absltest, parameterized
+
+import nvfp4_pallas as nv
+from nvfp4_pallas import dispatch
+from nvfp4_pallas.kernels import tail_mosaic_sm90 as kernel
+from nvfp4_pallas.kernels.tail_mosaic_sm90 import TailConfig
+from nvfp4_pallas.ops import prefill as prefill_op
+from nvfp4_pallas.ops.request import attention_request
+from nvfp4_pallas.read_paths import AttentionSpec
+from tests import cases
+from tests.base import TestCase
+from tests.cases import Built, Case
+from tests.decode_emulation import exact_of
+from tests.tail_emulation import SMALL, bounds, emulate, spec_of
+
+# Free places, queries with no keys, with fewer keys than queries, and of several query tiles.
+RAGGED = Case(
+  "ragged",
+  q_lens=(9, 0, 1, 3, 5, 0),
+  kv_lens=(130, 70, 64, 0, 3, 0),
+  head_dim=128,
+  group=2,
+)
+SHORT = Case("short", q_lens=(5, 2), kv_lens=(150, 33), num_kv_heads=1, group=4, head_dim=128)
+
+
+def variant(case: Case, **changes) -> Case:
+  return dataclasses.replace(case, **changes)
+
+
+def config_of(**changes) -> TailConfig:
+  return dataclasses.replace(SMALL, **changes)
+
+
+def with_q(built: Built, q: np.ndarray) -> Built:
+  return dataclasses.replace(built, q=jnp.asarray(q, jnp.bfloat16))
+
+
+def with_pools(built: Built, **pools) -> Built:
+  return dataclasses.replace(built, cache=dataclasses.replace(built.cache, **pools))
+
+
+def slots_of(built: Built, seq: int) -> tuple[np.ndarray, np.ndarray]:
+  """Pages and offsets of a sequence's keys."""
+  keys, page_size = np.arange(int(built.batch.kv_lens[seq])), built.cache.page_size
+  return np.asarray(built.batch.page_table)[seq, keys // page_size], keys % page_size
+
+
+def poisoned(pool, place):
+  """The pool with NaN for the block scale at `place` = (page, head, offset, block)."""
+  scales = np.array(pool.block_scale).view(np.uint8)
+  scales[place] = 0x7F
+  return dataclasses.replace(pool, block_scale=jnp.asarray(scales.view(ml_dtypes.float8_e4m3fn)))
+
+
+def rising(built: Built, tops) -> Built:
+  """Of each tile of keys the block scales are its `tops`, and all scores are positive.
+
+  So a row's scores are about 50 |q| tops / sqrt(128), more or less as they always are.
+  """
+  data = np.array(built.cache.k.data) & 0x77
+  scales = np.array(built.cache.k.block_scale)
+  for seq in range(built.batch.num_seqs):
+    pages, offsets = slots_of(built, seq)
+    of_key = np.asarray(tops)[np.arange(len(pages)) // 64 % len(tops)]
+    scales[pages, :, offsets] = of_key.astype(scales.dtype)[:, None, None]
+  k = dataclasses.replace(built.cache.k, data=jnp.asarray(data), block_scale=jnp.asarray(scales))
+  return with_q(with_pools(built, k=k), np.abs(np.asarray(built.q).astype(np.float32)))
+
+
+class TailTest(TestCase):
+  def check(self, case, config: TailConfig | None = SMALL, out_dtype=None, **options):
+    built = cases.build(case)
+    return self.check_built(built, spec_of(built, **options), config, out_dtype)
+
+  def check_built(self, built, spec, config: TailConfig | None = SMALL, out_dtype=None):
+    out, lse = emulate(built, spec, config=config, out_dtype=out_dtype)
+    self.check_close(out, lse, built, spec, (config or self.chosen(built)).width)
+    return out, lse
+
+  def check_close(self, out, lse, built, spec, width, rows: Any = True):
+    """Where `rows`, [tokens, heads]."""
+    exact = exact_of(built, spec)
+    empty, sees = rows & np.isneginf(exact.lse), rows & np.isfinite(exact.lse)
+    np.testing.assert_array_equal(out[empty], 0)
+    np.testing.assert_array_equal(lse[empty], -np.inf)
+    out_bound, lse_bound = bounds(exact, built, spec, out.dtype, width)
+    out_error = np.abs(out.astype(np.float64) - exact.out)[sees]
+    lse_error = np.abs(lse[sees].astype(np.float64) - exact.lse[sees])
+    self.assertTrue((out_error <= out_bound[sees]).all(), f"{out_error / out_bound[sees]}")
+    self.assertTrue((lse_error <= lse_bound[sees]).all(), f"{lse_error / lse_bound[sees]}")
+
+  def chosen(self, built) -> TailConfig:
+    tokens, q_heads, _ = built.q.shape
+    heads = built.cache.num_kv_heads
+    return kernel.choose_config(tokens, built.batch.num_seqs, heads, q_heads // heads)[0]
+
+  def check_equal_bits(self, results, expected):
+    for a, b in zip(results, expected, strict=True):
+      np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+
+  # Shapes.
+
+  @parameterized.parameters((1, 16), (3, 5), (4, 16), (7, 9), (16, 3), (64, 1))
+  def test_groups(self, group, width):
+    case = variant(SHORT, q_lens=(width + 1, 0, 2), kv_lens=(70, 64, 5), group=group)
+    self.check(variant(case, num_kv_heads=1 + group % 2), config_of(width=width))
+
+  @parameterized.parameters(True, False)
+  def test_ragged(self, causal):
+    self.check(RAGGED, causal=causal)
+
+  def test_q_lens(self):
+    q_lens = np.random.default_rng(0).permutation(18)
+    kv_lens = tuple((q_lens * 5 % 67).tolist())
+    case = variant(SHORT, q_lens=tuple(q_lens.tolist()), kv_lens=kv_lens, group=3)
+    self.check(case, config_of(width=5))
+
+  @parameterized.parameters(*(case.page_size for case in cases.PAGES))
+  def test_pages(self, page_size):
+    lens = (page_size - 1, page_size, page_size + 1, 0, 1)
+    case = variant(SHORT, q_lens=(2, 1, 5, 0, 1), kv_lens=lens, page_size=page_size, group=2)
+    self.check(case, config_of(width=3))
+
+  def test_ends_of_tiles(self):
+    lens = (1, 63, 64, 65, 127, 128, 129)
+    self.check(variant(SHORT, q_lens=(3,) * 7, kv_lens=lens, page_size=32, group=2))
+
+  @parameterized.parameters(
+    (jnp.float16, None),
+    (jnp.float32, None),
+    (jnp.bfloat16, jnp.float32),
+    (jnp.float32, jnp.float16),
+  )
+  def test_dtypes(self, dtype, out_dtype):
+    built = cases.build(SHORT)
+    built = dataclasses.replace(built, q=built.q.astype(dtype))
+    # Twice the same: O of one piece is stored by one program, O of several by the other.
+    for blocks in (1, 20):
+      out, _ = self.check_built(built, spec_of(built), config_of(blocks=blocks), out_dtype)
+      self.assertEqual(out.dtype, jnp.dtype(out_dtype or dtype))
+
+  # Numerics.
+
+  @parameterized.parameters(
+    (1, True, None), (20, True, 3.5), (64, True, None), (65, False, None), (999, False, 50.0)
+  )
+  def test_window(self, window, causal, soft_cap):
+    case = variant(SHORT, q_lens=(6, 1, 0, 9), kv_lens=(200, 70, 90, 3), group=2)
+    self.check(case, window=window, causal=causal, soft_cap=soft_cap)
+
+  @parameterized.parameters((0.31, None), (-0.2, None), (-0.2, 3.5), (0.1, 50.0))
+  def test_scores(self, sm_scale, soft_cap):
+    self.check(SHORT, sm_scale=sm_scale, soft_cap=soft_cap)
+
+  @parameterized.parameters((1, 0.1), (2, 0.1), (2, -0.1))
+  def test_a4q(self, q_levels, sm_scale):
+    self.check(SHORT, read_path="nvfp4_a4q", q_levels=q_levels, sm_scale=sm_scale)
+
+  @parameterized.product(tops=((1, 4, 16, 64, 448), (64, 1, 448), (448, 1, 2)), sign=(1, -1))
+  def test_scores_that_rise(self, tops, sign):
+    """By far more than the 2^9 that references leave, and to 10^4, positive and negative."""
+    case = variant(SHORT, q_lens=(6, 1), kv_lens=(300, 129), group=2)
+    built = rising(cases.build(case), tops)
+    spec = spec_of(built, sm_scale=sign * 128**-0.5)
+    _, lse = self.check_built(built, spec, config_of(blocks=2 if sign > 0 else 9))
+    self.assertGreater(lse[:7].max(), 5e3 if sign > 0 else -200)
+
+  def test_rows_whose_first_tile_is_not_seen_and_whose_scores_are_far_below_zero(self):
+    case = variant(SHORT, q_lens=(8,), kv_lens=(71,), group=2)
+    built = rising(cases.build(case), (4,))
+    spec = spec_of(built, sm_scale=-(128**-0.5), window=2)
+    _, lse = self.check_built(built, spec, config_of(width=8, blocks=1))
+    self.assertLess(lse[:8].max(), -20)
+
+  def test_scores_that_rise_under_a_cap(self):
+    built = rising(cases.build(variant(SHORT, kv_lens=(300, 129))), (0.25, 0.5, 1, 2, 4))
+    self.check_built(built, spec_of(built, soft_cap=60.0))
+
+  @parameterized.parameters(1, 2, 20)
+  def test_rows_whose_first_tile_is_not_seen(self, window):
+    """Their references are set later, where the other rows have theirs already."""
+    case = variant(SHORT, q_lens=(8,), kv_lens=(71 + window // 2,), group=2)
+    self.check(case, config_of(width=8, blocks=1), window=window)
+
+  def test_rows_that_see_nothing_beside_rows_that_do(self):
+    self.check(variant(SHORT, q_lens=(70,), kv_lens=(66,), group=1), config_of(width=16))
+
+  @parameterized.parameters(20, 27, 36)
+  def test_size_of_q(self, exponent):
+    """All rows of a tile are in the unit of its largest value, which here meets keys that are 0."""
+    built = cases.build(SHORT)
+    data = np.array(built.cache.k.data)
+    data[..., 2] &= 0x0F  # column 5
+    k = dataclasses.replace(built.cache.k, data=jnp.asarray(data))
+    q = np.array(built.q).astype(np.float64)
+    q[1, 2, 5] = 2.0**exponent
+    q[:, 1] *= 2.0**-3
+    self.check_built(with_q(with_pools(built, k=k), q), spec_of(built))
+
+  @parameterized.parameters(20, -20)
+  def test_rows_of_different_size(self, exponent):
+    built = cases.build(SHORT)
+    q = np.asarray(built.q).astype(np.float64)
+    q[:, ::2] *= 2.0**exponent
+    self.check_built(with_q(built, q), spec_of(built))
+
+  @parameterized.parameters(-130, -100, 22)
+  def test_size_of_all_of_q(self, exponent):
+    built = cases.build(variant(SHORT, kv_lens=(70, 33)))
+    q = np.asarray(built.q).astype(np.float64) * 2.0**exponent
+    self.check_built(with_q(built, q), spec_of(built))
+
+  @parameterized.parameters(np.nan, np.inf)
+  def test_rows_that_are_not_finite(self, value):
+    """They are NaN, and the other rows as good as if those were not there."""
+    built = cases.build(SHORT)
+    faulty = dataclasses.replace(built, q=built.q.at[1, 2, 77].set(value))
+    out, lse = emulate(faulty, spec_of(built))
+    self.assertTrue(np.isnan(out[1, 2]).all() and np.isnan(lse[1, 2]))
+    others = np.ones(lse.shape, bool)
+    others[1, 2] = False
+    self.check_close(out, lse, built, spec_of(built), SMALL.width, others)
+
+  @parameterized.parameters((2.0**-64, False), (2.0**-64, True), (2.0**64, True))
+  def test_rows_of_zeros(self, global_scale, all_rows):
+    built = cases.build(SHORT)
+    k = dataclasses.replace(built.cache.k, global_scale=jnp.full((1,), global_scale, jnp.float32))
+    zeros = built.q.at[:, slice(None) if all_rows else 1].set(0)
+    built = dataclasses.replace(with_pools(built, k=k), q=zeros)
+    _, lse = self.check_built(built, spec_of(built))
+    np.testing.assert_allclose(lse[:7, 1], np.log([146, 147, 148, 149, 150, 32, 33]), rtol=1e-6)
+
+  # The cut.
+
+  @parameterized.parameters((18, 1, 1), (18, 4, 1), (7, 4, 3))
+  def test_many_pieces(self, blocks, join_warps, unit):
+    """More than a warp or a block of the join loads at once."""
+    case = variant(SHORT, q_lens=(4, 0, 1), kv_lens=(1300, 5, 20), page_size=64, group=2)
+    self.check(case, config_of(blocks=blocks, join_warps=join_warps, unit=unit))
+
+  @parameterized.parameters(1, 4)
+  def test_first_pieces_of_which_rows_see_no_key(self, join_warps):
+    """The window of a query tile begins where that of its sequence's first token does."""
+    case = variant(SHORT, q_lens=(100,), kv_lens=(140,), group=1)
+    self.check(case, config_of(width=16, blocks=40, join_warps=join_warps), window=20)
+
+  def test_more_blocks_than_units(self):
+    self.check(RAGGED, config_of(blocks=64))
+
+  @parameterized.parameters(31, 130, 300)
+  def test_many_sequences(self, num_seqs):
+    number = np.arange(num_seqs)
+    q_lens, kv_lens = np.where(number % 24 == 5, 2, 0), np.where(number % 3, 40, 0)
+    q_lens[-1], kv_lens[-1] = 3, 130
+    q_lens[:2], kv_lens[:2] = 1, 1
+    q_lens, kv_lens = (tuple(a.tolist()) for a in (q_lens, kv_lens))
+    self.check(variant(SHORT, q_lens=q_lens, kv_lens=kv_lens, group=1), config_of(blocks=7))
+
+  def test_config_of_its_own(self):
+    self.check(variant(RAGGED, page_size=64), None)
+
+  def test_nothing_to_see(self):
+    self.check(variant(SHORT, q_lens=(3, 2, 0), kv_lens=(0, 0, 5)))
+    built = cases.build(SHORT)
+    no_pages = dataclasses.replace(built.batch, page_table=jnp.zeros((2, 0), jnp.int32))
+    for q, batch in ((built.q[:0], built.batch), (built.q, no_pages)):
+      out, lse = kernel.attention(q, built.cache, batch, spec_of(built))
+      self.assertEqual((out.shape, out.dtype), (q.shape, q.dtype))
+      np.testing.assert_array_equal(out, 0)
+      np.testing.assert_array_equal(lse, np.full(q.shape[:2], -np.inf, np.float32))
+
+  # The same bits.
+
+  def test_same_bits_again(self):
+    case = variant(RAGGED, num_kv_heads=1)
+    built, config = cases.build(case), config_of(blocks=5, join_warps=4)
+    expected = emulate(built, spec_of(built), config=config)
+    for reverse in (False, True):
+      again = emulate(built, spec_of(built), config=config, reverse=reverse)
+      self.check_equal_bits(again, expected)
+
+  # What must not matter, and what must.
+
+  def test_faulty_blocks_surface(self):
+    """In the rows that see the key, of that head only, and for V in those columns only.
+
+    One exception: for V, rows that do not see the key are as those of their query tile that do.
+    """
+    case = variant(RAGGED, q_lens=(9, 6, 2), kv_lens=(90, 70, 40))
+    built = cases.build(case, padding_rows=0)
+    spec = spec_of(built, window=36)
+    k, v = built.cache.k, built.cache.v
+    places = [slots_of(built, seq) for seq in range(3)]
+
+    def place(seq, head, key, block):
+      pages, offsets = places[seq]
+      return pages[key], head, offsets[key], block
+
+    k = poisoned(k, place(0, 0, 84, 1))  # seen by the tokens 3 to 8
+    k = poisoned(k, place(0, 1, 45, 1))  # not seen: the oldest that is is 81 - 35 = 46
+    k = poisoned(k, place(0, 1, 47, 1))  # by the tokens 0 and 1
+    v = poisoned(v, place(1, 1, 66, 2))  # by the tokens 2 to 5
+    v = poisoned(v, place(1, 0, 31, 5))  # by the tokens 0 to 2
+    v = poisoned(v, place(2, 0, 2, 0))  # not seen
+    built = with_pools(built, k=k, v=v)
+    exact = exact_of(built, spec)
+    self.assertEqual(np.isnan(exact.lse).sum(), 2 * (6 + 2))
+    expected = np.isnan(exact.out)
+    self.assertEqual(expected.sum(), 2 * (8 * 128 + (4 + 3) * 16))
+    width = SMALL.width
+    expected[9 : 9 + width, 2:, 32:48] = True  # beside the tokens 2 and 3
+    expected[9 : 9 + width, :2, 80:96] = True
+    out, lse = emulate(built, spec)
+    np.testing.assert_array_equal(np.isnan(lse), np.isnan(exact.lse))
+    np.testing.assert_array_equal(np.isnan(out), expected)
+    # Alone in a query tile there is no exception.
+    out, _ = emulate(built, spec, config=config_of(width=1))
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(exact.out))
+
+  @parameterized.parameters(2**30, -5)
+  def test_wrong_page_numbers_do_not_fault(self, number):
+    built = cases.build(SHORT)
+    table = built.batch.page_table.at[1, 1].set(number)
+    wrong = dataclasses.replace(built.batch, page_table=table)
+    results = emulate(dataclasses.replace(built, batch=wrong), spec_of(built))
+    expected = emulate(built, spec_of(built))
+    self.check_equal_bits((a[:5] for a in results), (a[:5] for a in expected))
+
+
+class DispatchTest(TestCase):
+  @parameterized.parameters(
+    ({}, "tail", "by the kernel for short queries"),
+    ({"num_tokens": 3 * prefill_op.MAX_TAIL}, "tail", "by the kernel for short queries"),
+    ({"group": 64}, "tail", "by the kernel for short queries"),
+    (
+      {"num_tokens": 3 * prefill_op.MAX_TAIL + 1},
+      "attention",
+      "not the one for short queries: sequences have more than 128 new tokens on average",
+    ),
+    ({"group": 65}, "attention", "up to 64 query heads a KV head, got 65"),
+    ({"head_dim": 64}, "attention", "has head_dim 128, got head_dim 64"),
+    ({"v_head_dim": 64}, "attention", "has head_dim 128, got v_head_dim 64"),
+    ({"formats": ("nvfp4", "bf16")}, "attention", "K and V in nvfp4, got nvfp4 and bf16"),
+    ({"formats": ("fp8", "nvfp4")}, "attention", "K and V in nvfp4, got fp8 and nvfp4"),
+    ({"new_kv": True}, "attention", "new_kv must be appended first"),
+    ({"spec": AttentionSpec("nvfp4_dequant", True, 0.0)}, "attention", "sm_scale must not be 0"),
+    ({"spec": AttentionSpec("nvfp4_a4q", True, -1.0)}, "tail", "by the kernel for short"),
+    ({"spec": AttentionSpec("nvfp4_a8q", True, 1.0)}, "attention", "not nvfp4_a8q"),
+  )
+  def test_which_kernel_prefills(self, changes, name, reason):
+    built = cases.build(variant(SHORT, q_lens=(1, 1, 1), kv_lens=(1, 1, 1)), padding_rows=0)
+    request = attention_request(
+      built.q, built.cache, AttentionSpec("nvfp4_dequant", True, 1.0), num_seqs=3
+    )
+    request = dataclasses.replace(request, **changes)
+    with dispatch.use_target(dispatch.Target("sm_90")):
+      chosen, why = prefill_op.choose_kernel(request)
+      self.assertEqual(chosen, name)
+      self.assertRegex(why, reason)
+      resolved = prefill_op.resolve_prefill(request)
+      if resolved.implementation == "mosaic_sm90":
+        self.assertEndsWith(resolved.reason, why)
+        own = {"tail": prefill_op._prefill_tail, "attention": prefill_op._prefill_attention}
+        self.assertIs(resolved.function, own[name])
+      else:
+        self.assertEqual(name, "attention")
+    with dispatch.use_target(dispatch.Target("sm_90", interpret=object())):
+      chosen, why = prefill_op.choose_kernel(request)
+      self.assertEqual(chosen, "attention")
+      self.assertRegex(why, "its PTX cannot be interpreted")
+
+  @parameterized.product(dtype=(jnp.bfloat16, jnp.float16, jnp.float32), sinks=(False, True))
+  def test_is_rounded_once(self, dtype, sinks):
+    """The kernel, replaced by one that notes its options, gives q's dtype or what sinks change."""
+    built = cases.build(SHORT)
+    q, noted = built.q.astype(dtype), []
+
+    def fake(q, cache, batch, spec, **options):
+      noted.append(options)
+      value = jnp.full(q.shape, 1 + 3 * 2.0**-12, options["out_dtype"])
+      return value, jnp.zeros(q.shape[:2], jnp.float32)
+
+    with (
+      mock.patch("nvfp4_pallas.kernels.tail_mosaic_sm90.attention", fake),
+      dispatch.use_target(dispatch.Target("sm_90")),
+    ):
+      out, _ = nv.prefill(
+        q,
+        built.cache,
+        built.batch,
+        read_path="nvfp4_dequant",
+        sinks=jnp.full((q.shape[1],), np.log(3), jnp.float32) if sinks else None,
+      )
+    self.assertEqual(noted, [{"out_dtype": jnp.float32 if sinks else dtype}])
+    self.assertEqual(out.dtype, dtype)
+    exact = (1 + 3 * 2.0**-12) / (4 if sinks else 1)
+    rounded = float(jnp.asarray(exact, dtype))
+    self.assertAlmostEqual(float(out[0, 0, 0]), rounded, delta=2.0**-22 if sinks else 0)
+
+  @parameterized.parameters(
+    (16, 16, 4, 1), (300, 16, 4, 16), (256, 2, 1, 64), (96, 32, 7, 3), (128, 1, 64, 1), (3, 9, 4, 1)
+  )
+  def test_query_tiles(self, tokens, num_seqs, group, width):
+    """As wide as sequences are on average, and of 64 rows at most."""
+    config, why = kernel.choose_config(tokens, num_seqs, 8, group)
+    self.assertEqual(config.width, width)
+    self.assertIn(f"query tiles of {width} tokens", why)
+
+
+if __name__ == "__main__":
+  absltest.main()
