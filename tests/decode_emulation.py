@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks import oracle
 from nvfp4_pallas.kernels import decode_mosaic_sm90 as kernel
-from nvfp4_pallas.kernels.decode_attend import Problem
+from nvfp4_pallas.kernels.decode_layout import Problem
 from nvfp4_pallas.kernels.decode_mosaic_sm90 import DecodeConfig
 from nvfp4_pallas.read_paths import AttentionSpec
 from tests.cases import Built, Case

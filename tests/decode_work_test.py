@@ -8,7 +8,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from nvfp4_pallas.kernels import decode_attend
-from nvfp4_pallas.kernels.decode_attend import POINTERS_OUT, WARPS, Problem, Ring
+from nvfp4_pallas.kernels.decode_attend import POINTERS_OUT
+from nvfp4_pallas.kernels.decode_layout import WARPS, Problem, Ring
 from nvfp4_pallas.kernels.decode_mosaic_sm90 import (
   MULTIPROCESSORS,
   DecodeConfig,

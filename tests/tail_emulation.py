@@ -6,7 +6,7 @@ import numpy as np
 
 from benchmarks import oracle
 from nvfp4_pallas.kernels import tail_mosaic_sm90 as kernel
-from nvfp4_pallas.kernels.tail_attend import TILE
+from nvfp4_pallas.kernels.tail_layout import TILE
 from nvfp4_pallas.kernels.tail_mosaic_sm90 import TailConfig
 from nvfp4_pallas.read_paths import AttentionSpec
 from tests.cases import Built

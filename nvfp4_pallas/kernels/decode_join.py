@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from nvfp4_pallas.kernels.decode_attend import LOG2_E, NEG_INF, THREADS, WARPS
+from nvfp4_pallas.kernels.decode_attend import LOG2_E, NEG_INF
+from nvfp4_pallas.kernels.decode_layout import THREADS, WARPS
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
 
 POINTERS_IN = ("kv_lens", "pieces", "piece_lse", "piece_slots")

@@ -29,12 +29,11 @@ from nvfp4_pallas import format as nvfp4
 from nvfp4_pallas.batch import RaggedBatch
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.kernels import decode_attend, decode_join
-from nvfp4_pallas.kernels.decode_attend import Problem, Ring
 from nvfp4_pallas.kernels.decode_join import Join
+from nvfp4_pallas.kernels.decode_layout import WARPS, Problem, Ring
 from nvfp4_pallas.kernels.decode_work import Cut
 from nvfp4_pallas.kernels.mma_fragments import fragments
-from nvfp4_pallas.kernels.ptx import Ptx
-from nvfp4_pallas.kernels.ptx_launch import launch
+from nvfp4_pallas.kernels.ptx_launch import Kernel
 from nvfp4_pallas.read_paths import AttentionSpec
 
 READ_PATHS = ("bf16", "fp8", "nvfp4_dequant", "nvfp4_a4q")
@@ -84,7 +83,7 @@ def choose_config(
   if not batch_invariant:
 
     def most_units() -> int:
-      return pairs * -(-problem.max_pages * problem.page_size // (decode_attend.WARPS * tile))
+      return pairs * -(-problem.max_pages * problem.page_size // (WARPS * tile))
 
     if most_units() < 2 * MULTIPROCESSORS and tile > 32:
       tile, why = 32, "half a tile, as the keys are few"
@@ -92,38 +91,6 @@ def choose_config(
       blocks = min(most_units(), 2 * MULTIPROCESSORS)
   join_warps = 4 if batch_invariant or pairs * problem.group < 4 * MULTIPROCESSORS else 1
   return DecodeConfig(tile, 3, blocks, join_warps, 2048 // tile), why
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-  """One of the two programs, and how it is launched.
-
-  Attributes:
-    name: in a trace.
-    program: its pointers are names of arrays.
-    blocks: of threads.
-    smem_bytes: shared memory of a block.
-    makes: the arrays that it makes; they are its last pointers.
-  """
-
-  name: str
-  program: Ptx
-  blocks: int
-  smem_bytes: int
-  makes: dict[str, jax.ShapeDtypeStruct]
-
-  def launch(self, arrays: dict[str, Any]) -> dict[str, jax.Array]:
-    """Runs it on the arrays, or references to them, that have its pointers' names."""
-    run = launch(
-      self.program,
-      name=self.name,
-      programs=self.blocks,
-      smem_bytes=self.smem_bytes,
-      out_type=tuple(self.makes.values()),
-    )
-    pointers = self.program.parameters[:-2]
-    given = (name for name in pointers if name not in self.makes)
-    return dict(zip(self.makes, run(*(arrays[name] for name in given)), strict=True))
 
 
 def _blocks_of_multiprocessor(problem: Problem) -> int:
@@ -216,7 +183,7 @@ def kernels(
     tile=config.tile,
     blocks=config.blocks,
     window=problem.window,
-    unit=config.unit if batch_invariant else decode_attend.WARPS,
+    unit=config.unit if batch_invariant else WARPS,
     batch_invariant=batch_invariant,
   )
   group, dim = problem.group, problem.values.head_dim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,3 +73,35 @@ def launch(
     compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=0),
     kernel_name=name,
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+  """A program and how it is launched.
+
+  Attributes:
+    name: in a trace.
+    program: its pointers are names of arrays.
+    blocks: of threads.
+    smem_bytes: shared memory of a block.
+    makes: the arrays that it makes; they are its last pointers.
+  """
+
+  name: str
+  program: Ptx
+  blocks: int
+  smem_bytes: int
+  makes: dict[str, jax.ShapeDtypeStruct]
+
+  def launch(self, arrays: dict[str, Any]) -> dict[str, jax.Array]:
+    """Runs it on the arrays, or references to them, that have its pointers' names."""
+    run = launch(
+      self.program,
+      name=self.name,
+      programs=self.blocks,
+      smem_bytes=self.smem_bytes,
+      out_type=tuple(self.makes.values()),
+    )
+    pointers = self.program.parameters[:-2]
+    given = (name for name in pointers if name not in self.makes)
+    return dict(zip(self.makes, run(*(arrays[name] for name in given)), strict=True))

@@ -23,27 +23,29 @@ Registers: 64 for O, 32 for S, 32 each for K and V in flight, at 64 rows.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 
 from nvfp4_pallas.kernels.decode_attend import LOG2_E, NEG_INF
 from nvfp4_pallas.kernels.decode_work import Cut, find_run
 from nvfp4_pallas.kernels.mma_fragments import Lane, NvFp4Fragments, e2m1_as_f16
+from nvfp4_pallas.kernels.page_walk import Pages, PageWalk
 from nvfp4_pallas.kernels.ptx import ALL_LANES, Mem, Ptx, Reg
 from nvfp4_pallas.kernels.q_operands import in_order, largest_of, to_f16, unit_for
+from nvfp4_pallas.kernels.tail_layout import (
+  ALIGNMENT,
+  CODES,
+  HEAD_DIM,
+  P_BUFFERS,
+  SCALES,
+  STAGE,
+  THREADS,
+  TILE,
+  V_SCALE_BYTES,
+  WARPS,
+  Tail,
+)
 
-HEAD_DIM = 128
-THREADS = 128
-WARPS = 4
-TILE = 64  # keys
-MAX_ROWS = 64
-CODES = TILE * HEAD_DIM // 2  # bytes of a tile's codes, of K or of V
-SCALES = TILE * HEAD_DIM // 16
-STAGE = 2 * (CODES + SCALES)
-ALIGNMENT = 1024  # of what a swizzle spans: 8 rows of 128 bytes
-P_BUFFERS = 3
-V_SCALE_BYTES = 256  # of a warp: its two blocks of a tile's keys, as float16
 Q_EXPONENT = 14  # a query tile's largest value is brought to 2^14 or more and below 2^15
 MARGIN = 8.0  # log2, between the largest of a row's first tile and its reference
 NO_REFERENCE = 1e30
@@ -51,77 +53,6 @@ NO_REFERENCE = 1e30
 POINTERS_IN = ("q", "table", "kv_lens", "cu_q_lens", "k_global", "v_global")
 POOL_POINTERS = ("k", "k_scale", "v", "v_scale")
 POINTERS_OUT = ("out", "lse", "pieces", "piece_lse", "piece_slots")
-
-
-@dataclasses.dataclass(frozen=True)
-class Tail:
-  """What is computed (static).
-
-  Attributes:
-    group: query heads of a KV head.
-    width: tokens of a query tile.
-    q_operands: what is added up to q (levels of A4Q).
-    page_size, num_pages, max_pages: of the pools and of the page table's rows.
-    causal, sm_scale, window, soft_cap: as in AttentionSpec.
-    out_dtype: bfloat16, float16 or float32.
-    stages: key tiles fetched or in use.
-  """
-
-  group: int
-  width: int
-  q_operands: int
-  page_size: int
-  num_pages: int
-  max_pages: int
-  causal: bool
-  sm_scale: float
-  window: int | None
-  soft_cap: float | None
-  out_dtype: str
-  stages: int
-
-  @property
-  def rows(self) -> int:
-    """Of a query tile, as the products have them."""
-    return -(-self.width * self.group // 16) * 16
-
-  # Where things lie in shared memory, from its first multiple of ALIGNMENT on.
-
-  @property
-  def p_offset(self) -> int:
-    return self.q_operands * self.rows * HEAD_DIM * 2
-
-  @property
-  def ring(self) -> int:
-    return self.p_offset + P_BUFFERS * self.rows * TILE * 2
-
-  @property
-  def v_scales(self) -> int:
-    return self.ring + self.stages * STAGE
-
-  @property
-  def references(self) -> int:
-    """r of each row, those of a lane's columns of S side by side: 2 c + 8 j and the next."""
-    return self.v_scales + WARPS * V_SCALE_BYTES
-
-  @property
-  def reference_stride(self) -> int:
-    """Between lanes' references, so that they lie in different banks."""
-    return self.rows + 16
-
-  @property
-  def reduction(self) -> int:
-    """Of each warp a number for each row."""
-    return self.references + 4 * self.reference_stride
-
-  @property
-  def barriers(self) -> int:
-    """Of the ring's stages."""
-    return self.reduction + 4 * WARPS * self.rows
-
-  @property
-  def smem_bytes(self) -> int:
-    return self.barriers + 8 * self.stages + ALIGNMENT
 
 
 def attend(tail: Tail, cut: Cut) -> Ptx:
@@ -285,49 +216,29 @@ class _Attend:
   def _after(self, slot: Reg) -> Reg:
     return self.p.select(slot.eq(self.tail.stages - 1), 0, slot + 1)
 
-  @property
-  def _pages_of_tile(self) -> int:
-    return max(1, TILE // self.tail.page_size)
-
   def _start_pages(self) -> None:
     p, tail = self.p, self.tail
-    self.last_page = p.cdiv(self.kv_len, tail.page_size) - 1
-    self.table_row = p.address(p.pointer("table"), self.seq, 4 * tail.max_pages)
+    pages = Pages(tail.page_size, tail.num_pages, self.cut.kv_heads, TILE, stride=1)
+    row = p.address(p.pointer("table"), self.seq, 4 * tail.max_pages)
+    self.walk = PageWalk(
+      p, pages, self.lane.index, row=row, kv_len=self.kv_len, first_tile=self.first_tile
+    )
+    self.pages_of_tile = pages.of_tile
     self.issued = p.u32(0)
-    self.pages, self.next_pages = p.u32(0), p.register("r")
-    self._load_pages(p.u32(0))
-
-  def _load_pages(self, group: Reg) -> None:
-    p, pages = self.p, self._pages_of_tile
-    tile = self.first_tile + group * (32 // pages) + self.lane.index // pages
-    if pages > 1:
-      entry = tile * pages + self.lane.index % pages
-    else:
-      entry = tile // (self.tail.page_size // TILE)
-    at = p.address(self.table_row, p.minimum(entry, self.last_page), 4)
-    p.load_into([self.next_pages], "global.nc", Mem(at))
 
   def _issue(self) -> None:
     """Starts this warp's copy for the next tile."""
-    p, pages, tail = self.p, self._pages_of_tile, self.tail
-    of_group = self.issued % (32 // pages)
-    with p.when(of_group.eq(0)):
-      p.set(self.pages, self.next_pages)
-      self._load_pages(self.issued // (32 // pages) + 1)
+    p = self.p
+    self.walk.reach(self.issued)
     # Made anew each time, as registers are short.
     policy = p.new("d", "createpolicy.fractional.L2::evict_first.b64", 1.0)
-    runs = max(1, tail.page_size // TILE)  # of a tile's keys, in a page
     barrier = Mem(self.barriers + self.issue_slot * 8)
     op = "mbarrier.arrive.expect_tx.shared::cta.b64"
     p.emit(op, "_", barrier, self.array_bytes, when=self.first_lane)
-    copied = self.array_bytes // pages
+    copied = self.array_bytes // self.pages_of_tile
     target = self._stage(self.issue_slot) + self.array_place
-    for i in range(pages):
-      page = p.from_lane(self.pages, of_group * pages + i)
-      page = p.minimum(page, tail.num_pages - 1)  # a wrong number must not fault
-      run = p.mad(page, self.cut.kv_heads, self.head) * runs
-      if runs > 1:
-        run = run + (self.first_tile + self.issued) % runs
+    for i, run in enumerate(self.walk.runs(self.issued, self.head)):
+      target = target + copied if i else target
       p.emit(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint",
         Mem(target),
@@ -337,8 +248,6 @@ class _Attend:
         policy,
         when=self.first_lane,
       )
-      if i < pages - 1:
-        target = target + copied
     p.set(self.issued, self.issued + 1)
     p.set(self.issue_slot, self._after(self.issue_slot))
 

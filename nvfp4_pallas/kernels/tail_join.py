@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from nvfp4_pallas.kernels import decode_join
-from nvfp4_pallas.kernels.decode_attend import WARPS
+from nvfp4_pallas.kernels.decode_layout import WARPS
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
 
 POINTERS_IN = ("kv_lens", "cu_q_lens", "pieces", "piece_lse", "piece_slots")

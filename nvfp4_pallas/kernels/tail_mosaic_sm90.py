@@ -28,10 +28,11 @@ import jax.numpy as jnp
 from nvfp4_pallas.batch import RaggedBatch
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.kernels import tail_attend, tail_join
-from nvfp4_pallas.kernels.decode_mosaic_sm90 import MULTIPROCESSORS, Kernel, inputs
+from nvfp4_pallas.kernels.decode_mosaic_sm90 import MULTIPROCESSORS, inputs
 from nvfp4_pallas.kernels.decode_work import Cut
-from nvfp4_pallas.kernels.tail_attend import HEAD_DIM, MAX_ROWS, TILE, Tail
+from nvfp4_pallas.kernels.ptx_launch import Kernel
 from nvfp4_pallas.kernels.tail_join import TailJoin
+from nvfp4_pallas.kernels.tail_layout import HEAD_DIM, MAX_ROWS, TILE, Tail
 from nvfp4_pallas.read_paths import AttentionSpec
 
 READ_PATHS = ("nvfp4_dequant", "nvfp4_a4q")

@@ -1,0 +1,88 @@
+"""What decode's main program computes and how its shared memory is used (static)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nvfp4_pallas.kernels.mma_fragments import Fragments
+
+WARPS = 4
+THREADS = 32 * WARPS
+COLUMNS = 8  # of the right operand of a product: query heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+  """What is computed (static).
+
+  Attributes:
+    keys, values: the pools' formats.
+    group: query heads of a KV head.
+    q_operands: what is added up to q (levels of A4Q).
+    page_size, num_pages, max_pages: of the pools and of the page table's rows.
+    sm_scale, window, soft_cap: as in AttentionSpec.
+    out_dtype: bfloat16, float16 or float32.
+  """
+
+  keys: Fragments
+  values: Fragments
+  group: int
+  q_operands: int
+  page_size: int
+  num_pages: int
+  max_pages: int
+  sm_scale: float
+  window: int | None
+  soft_cap: float | None
+  out_dtype: str
+
+  @property
+  def column_tiles(self) -> int:
+    return -(-self.group // COLUMNS)
+
+  @property
+  def pool_pointers(self) -> dict[str, int]:
+    """The arrays of both pools, with the bytes that a token has in them."""
+    arrays = {"k": self.keys.row_bytes, "k_scale": self.keys.scale_bytes}
+    arrays |= {"v": self.values.row_bytes, "v_scale": self.values.scale_bytes}
+    return {name: nbytes for name, nbytes in arrays.items() if nbytes}
+
+  @property
+  def inputs(self) -> tuple[str, ...]:
+    """The main program's pointers to what it reads."""
+    pools = {"k_global": self.keys, "v_global": self.values}
+    scales = (name for name, pool in pools.items() if pool.has_global_scale)
+    return ("q", "table", "kv_lens", *scales, *self.pool_pointers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+  """The shared memory of a block: for each warp a ring of slots, then the slots' barriers.
+
+  Attributes:
+    tile: keys whose K or V a slot holds.
+    slots: of each warp.
+    problem: gives the sizes.
+  """
+
+  tile: int
+  slots: int
+  problem: Problem
+
+  @property
+  def slot_bytes(self) -> int:
+    return self.tile * max(self.problem.keys.token_bytes, self.problem.values.token_bytes)
+
+  @property
+  def warp_bytes(self) -> int:
+    """Room for the ring, or at a segment's end for O and two numbers of each query head."""
+    state = self.problem.group * (self.problem.values.head_dim * 4 + 8)
+    return max(self.slots * self.slot_bytes, -(-state // 128) * 128)
+
+  @property
+  def barriers(self) -> int:
+    return WARPS * self.warp_bytes
+
+  @property
+  def smem_bytes(self) -> int:
+    return self.barriers + 8 * WARPS * self.slots
