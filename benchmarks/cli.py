@@ -3,7 +3,8 @@
 python3 -m benchmarks            every read path on small shapes and on real activations, with
                                  errors and bytes; needs no GPU, takes about a minute
 python3 -m benchmarks aot        compiles every kernel for a GPU that need not be here
-python3 -m benchmarks gpu        checks, then times the kernels on the GPU of this machine
+python3 -m benchmarks gpu        times, then checks the kernels on the GPU of this machine
+python3 -m benchmarks rates      cycles of the instructions that kernels are made of, on a GPU
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ def _gpu(argv):
   return gpu.main(argv)
 
 
-_COMMANDS = {"small": _small, "aot": _aot, "gpu": _gpu}
+def _rates(argv):
+  from benchmarks import rates
+
+  return rates.main(argv)
+
+
+_COMMANDS = {"small": _small, "aot": _aot, "gpu": _gpu, "rates": _rates}
 
 if __name__ == "__main__":
   sys.exit(main(sys.argv[1:]))
