@@ -268,6 +268,11 @@ CASES = (
     lambda: tail(abstract_cache(), "nvfp4_dequant", window=999, soft_cap=30.0),
     255,
   ),
+  Case(
+    "tail/not_causal",
+    lambda: tail(abstract_cache(), "nvfp4_dequant", causal=False, window=999, soft_cap=30.0),
+    255,
+  ),
   Case("tail/a4q", lambda: tail(abstract_cache(), "nvfp4_a4q", q_levels=2), 255),
   Case("tail/page_16", lambda: tail(abstract_cache(page_size=16), "nvfp4_dequant"), 255),
   Case("tail/page_256", lambda: tail(abstract_cache(page_size=256), "nvfp4_dequant"), 255),

@@ -90,7 +90,7 @@ class TailTest(TestCase):
 
   def check_built(self, built, spec, config: TailConfig | None = SMALL, out_dtype=None):
     out, lse = emulate(built, spec, config=config, out_dtype=out_dtype)
-    self.check_close(out, lse, built, spec, (config or self.chosen(built)).width)
+    self.check_close(out, lse, built, spec, (config or self.chosen(built, spec.causal)).width)
     return out, lse
 
   def check_close(self, out, lse, built, spec, width, rows: Any = True):
@@ -105,10 +105,11 @@ class TailTest(TestCase):
     self.assertTrue((out_error <= out_bound[sees]).all(), f"{out_error / out_bound[sees]}")
     self.assertTrue((lse_error <= lse_bound[sees]).all(), f"{lse_error / lse_bound[sees]}")
 
-  def chosen(self, built) -> TailConfig:
+  def chosen(self, built, causal: bool) -> TailConfig:
     tokens, q_heads, _ = built.q.shape
     heads = built.cache.num_kv_heads
-    return kernel.choose_config(tokens, built.batch.num_seqs, heads, q_heads // heads)[0]
+    num_seqs, group = built.batch.num_seqs, q_heads // heads
+    return kernel.choose_config(tokens, num_seqs, heads, group, causal)[0]
 
   def check_equal_bits(self, results, expected):
     for a, b in zip(results, expected, strict=True):
@@ -414,11 +415,18 @@ class DispatchTest(TestCase):
     self.assertAlmostEqual(float(out[0, 0, 0]), rounded, delta=2.0**-22 if sinks else 0)
 
   @parameterized.parameters(
-    (16, 16, 4, 1), (300, 16, 4, 16), (256, 2, 1, 64), (96, 32, 7, 3), (128, 1, 64, 1), (3, 9, 4, 1)
+    (16, 16, 4, 1),
+    (300, 16, 4, 16),
+    (256, 2, 1, 64),
+    (96, 32, 7, 3),
+    (128, 1, 64, 1),
+    (3, 9, 4, 1),
+    (300, 16, 4, 12, False),
+    (300, 16, 64, 1, False),
   )
-  def test_query_tiles(self, tokens, num_seqs, group, width):
-    """As wide as sequences are on average, and of 64 rows at most."""
-    config, why = kernel.choose_config(tokens, num_seqs, 8, group)
+  def test_query_tiles(self, tokens, num_seqs, group, width, causal=True):
+    """As wide as sequences are on average, and of 64 rows at most, or 48 for other masks."""
+    config, why = kernel.choose_config(tokens, num_seqs, 8, group, causal)
     self.assertEqual(config.width, width)
     self.assertIn(f"query tiles of {width} tokens", why)
 

@@ -57,10 +57,14 @@ class TailConfig:
   join_warps: int
 
 
-def choose_config(tokens: int, num_seqs: int, kv_heads: int, group: int) -> tuple[TailConfig, str]:
+def choose_config(
+  tokens: int, num_seqs: int, kv_heads: int, group: int, causal: bool
+) -> tuple[TailConfig, str]:
   """The configuration for a shape, and why."""
-  width = max(1, min(MAX_ROWS // group, -(-tokens // num_seqs)))
-  why = f"query tiles of {width} tokens, what a sequence has on average, up to {MAX_ROWS} rows"
+  # Masks that are not causal take registers that 64 rows do not leave.
+  most_rows = MAX_ROWS if causal else 48
+  width = max(1, min(most_rows // group, -(-tokens // num_seqs)))
+  why = f"query tiles of {width} tokens, what a sequence has on average, up to {most_rows} rows"
   rows = tokens * kv_heads * group
   config = TailConfig(
     width=width,
@@ -112,7 +116,7 @@ def kernels(
   num_seqs, kv_heads = batch.num_seqs, cache.num_kv_heads
   group = num_q_heads // kv_heads
   if config is None:
-    config, _ = choose_config(tokens, num_seqs, kv_heads, group)
+    config, _ = choose_config(tokens, num_seqs, kv_heads, group, spec.causal)
   tail = Tail(
     group=group,
     width=config.width,
