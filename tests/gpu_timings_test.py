@@ -1,0 +1,80 @@
+"""The timed cases of `python3 -m benchmarks gpu`, traced for a GPU that is not there."""
+
+from unittest import mock
+
+import jax
+from absl.testing import absltest, parameterized
+
+from benchmarks import gpu_timings
+from benchmarks.small import Variant
+from benchmarks.trace import KernelTimes
+from nvfp4_pallas.dispatch import Target, use_target
+from tests.base import TestCase
+
+RATE = 4e12
+
+
+def trace_first(calls, wait=None, warm_up=2):
+  """In place of kernel_times: the first call is traced, and takes two microseconds."""
+  del wait, warm_up
+  jax.eval_shape(calls[0])
+  return KernelTimes(names=("a", "b"), calls=(1.5, 2.0, 2.5), by_kernel={"a": 2.0})
+
+
+class TimingsTest(TestCase):
+  def setUp(self):
+    super().setUp()
+    small = mock.patch.multiple(
+      gpu_timings, kernel_times=trace_first, ROTATED_BYTES=2**20, PACK_ROWS=64
+    )
+    self.enter_context(small)
+    self.enter_context(use_target(Target("sm_90")))
+
+  @parameterized.product(
+    formats=(("nvfp4", "nvfp4"), ("fp8", "fp8"), ("bf16", "bf16")), q_len=(1, 3, 200)
+  )
+  def test_attention(self, formats, q_len):
+    path = {"nvfp4": "nvfp4_dequant"}.get(formats[0], formats[0])
+    variant, shape = Variant(path, *formats), (2, q_len, 256)
+    row = gpu_timings.attention_times("a phase", variant, shape, RATE, page_size=32)
+    self.assertEqual(row.us_median, 2.0)
+    self.assertEqual(row.floor_us, max(row.bytes / RATE, self.flops(*shape) / 800e12) * 1e6)
+    bytes_per_token = {"nvfp4": 2 * 8 * 72, "fp8": 2 * 8 * 128, "bf16": 2 * 8 * 256}[formats[0]]
+    self.assertEqual(row.bytes, 2 * 256 * bytes_per_token + 2 * (2 * q_len * 32 * 128 * 2))
+    kernel = "split-KV" if q_len == 1 else "for short queries"
+    if formats[0] != "nvfp4" and q_len > 1 or q_len > 128:
+      kernel = "by the plain kernel"
+    self.assertIn(kernel, row.reason or "")
+    self.assertEqual(row.batch_invariant, False if q_len == 1 else None)
+
+  def flops(self, batch, q_len, kv_len):
+    """Two products of 128 columns over the keys that each query sees."""
+    seen = sum(kv_len - q_len + 1 + i for i in range(q_len))
+    return batch * 32 * seen * 2 * 2 * 128
+
+  @parameterized.product(format=("nvfp4", "fp8", "bf16"), tokens=(1, 64, 128))
+  def test_append(self, format, tokens):
+    scale = 1.0 if format == "bf16" else 0.5
+    row = gpu_timings.append_times(tokens, format, scale, RATE)
+    written = {"nvfp4": 72, "fp8": 128, "bf16": 256}[format]
+    self.assertEqual(row.bytes, tokens * 8 * 2 * (256 + written))
+    self.assertIn(str(scale), row.data)
+
+  def test_pack(self):
+    row = gpu_timings.pack_times(0.5, RATE)  # unpack_times would have to pack, not only trace
+    self.assertEqual(row.bytes, 64 * 128 * 2 + 64 * 72)
+
+  def test_groups(self):
+    """Every bar has its case."""
+    decode = [
+      (case.args, case.keywords)
+      for case in gpu_timings.GROUPS["decode"]
+      if case.func is gpu_timings.attention_times
+    ]
+    shapes = {args[2] for args, keywords in decode if args[1].k_format == "nvfp4"}
+    self.assertEqual(shapes, set(gpu_timings.DECODE))
+    self.assertTrue(any(keywords.get("batch_invariant") for _, keywords in decode))
+
+
+if __name__ == "__main__":
+  absltest.main()
