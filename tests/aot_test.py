@@ -38,6 +38,9 @@ class CompileTest(TestCase):
       self.assertEqual(report.hlo.count("custom-call("), 2)
       if case.name != "decode/a4q":
         self.assertNotRegex(report.hlo, r" (fusion|copy|copy-start|convert|broadcast)\(")
+    if kernel == "short":
+      self.assertEqual(report.hlo.count("custom-call("), 2)
+      self.assertEqual(report.ops["HGMMA"], 0)
     if kernel == "tail":
       self.assertEqual(report.hlo.count("custom-call("), 2)
       # What the program has: S at the start, of the next tile and again, of each operand; O.

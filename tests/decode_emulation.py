@@ -98,8 +98,8 @@ def bounds(
   """How far (out, lse) of the kernel may be from `exact`.
 
   delta, what a score may be wrong by, is oracle.Attention's and:
-  - Where K is float16 (all but bf16), so is q, in a unit that brings its largest value M to 16 or
-    more: rounded to multiples of 2^-24 at worst, by 2^-25 / 16 M, once for each of its operands.
+  - Where K is float16 (all but bf16), so is q, in a unit that brings its largest value M to 2^14 or
+    more: rounded to multiples of 2^-24 at worst, by 2^-39 M, once for each of its operands.
   - The soft cap is c - 2 c r with r = 1 / (1 + e). ex2.approx makes e wrong by 2^-22 of itself, the
     sum by u = 2^-24, rcp.approx by 2^-23; these 7 u of r <= 1, the rounding of the two constants
     (3 u c) and of the result (u c) are 18 u c at most.
@@ -109,7 +109,7 @@ def bounds(
   delta = exact.delta
   if built.cache.k.format != "bf16":
     operands = spec.q_levels if spec.read_path == "nvfp4_a4q" else 1
-    delta = delta + operands * 2.0**-29 * exact.reach
+    delta = delta + operands * 2.0**-39 * exact.reach
   if spec.soft_cap is not None:
     delta = delta + 18 * U * spec.soft_cap
   f16 = built.cache.v.format != "bf16"

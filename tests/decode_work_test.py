@@ -36,7 +36,7 @@ PROBLEM = Problem(
 )
 
 
-class Walk(decode_attend._Attend):
+class Walk(decode_attend.Attend):
   """The main program without its work: it notes what it visits.
 
   out    [pairs, tiles] += 1 + 2^8 block    lse [pairs] += 1, where stored in one piece

@@ -17,7 +17,9 @@ from absl.testing import absltest, parameterized
 
 import nvfp4_pallas as nv
 from nvfp4_pallas import dispatch
+from nvfp4_pallas.kernels import short_attend
 from nvfp4_pallas.kernels import tail_mosaic_sm90 as kernel
+from nvfp4_pallas.kernels.tail_layout import MAX_ROWS
 from nvfp4_pallas.kernels.tail_mosaic_sm90 import TailConfig
 from nvfp4_pallas.ops import prefill as prefill_op
 from nvfp4_pallas.ops.request import attention_request
@@ -83,13 +85,27 @@ def rising(built: Built, tops) -> Built:
   return with_q(with_pools(built, k=k), np.abs(np.asarray(built.q).astype(np.float32)))
 
 
+def by_mma(built, spec, *, config: TailConfig | None = SMALL, **options):
+  """emulate with the other engine, and query tiles that it can take."""
+  if config is not None:
+    group = built.q.shape[1] // built.cache.num_kv_heads
+    width = min(config.width, short_attend.MAX_COLUMNS // group)
+    config = dataclasses.replace(config, engine="mma", width=max(width, 1))
+  return emulate(built, spec, config=config, **options)
+
+
 class TailTest(TestCase):
+  """By wgmma."""
+
+  emulate = staticmethod(emulate)
+  most_columns = MAX_ROWS
+
   def check(self, case, config: TailConfig | None = SMALL, out_dtype=None, **options):
     built = cases.build(case)
     return self.check_built(built, spec_of(built, **options), config, out_dtype)
 
   def check_built(self, built, spec, config: TailConfig | None = SMALL, out_dtype=None):
-    out, lse = emulate(built, spec, config=config, out_dtype=out_dtype)
+    out, lse = self.emulate(built, spec, config=config, out_dtype=out_dtype)
     self.check_close(out, lse, built, spec, (config or self.chosen(built, spec.causal)).width)
     return out, lse
 
@@ -119,6 +135,8 @@ class TailTest(TestCase):
 
   @parameterized.parameters((1, 16), (3, 5), (4, 16), (7, 9), (16, 3), (64, 1))
   def test_groups(self, group, width):
+    if group > self.most_columns:
+      return  # not a shape of this engine
     case = variant(SHORT, q_lens=(width + 1, 0, 2), kv_lens=(70, 64, 5), group=group)
     self.check(variant(case, num_kv_heads=1 + group % 2), config_of(width=width))
 
@@ -232,7 +250,7 @@ class TailTest(TestCase):
     """They are NaN, and the other rows as good as if those were not there."""
     built = cases.build(SHORT)
     faulty = dataclasses.replace(built, q=built.q.at[1, 2, 77].set(value))
-    out, lse = emulate(faulty, spec_of(built))
+    out, lse = self.emulate(faulty, spec_of(built))
     self.assertTrue(np.isnan(out[1, 2]).all() and np.isnan(lse[1, 2]))
     others = np.ones(lse.shape, bool)
     others[1, 2] = False
@@ -249,11 +267,11 @@ class TailTest(TestCase):
 
   # The cut.
 
-  @parameterized.parameters((18, 1, 1), (18, 4, 1), (7, 4, 3))
-  def test_many_pieces(self, blocks, join_warps, unit):
+  @parameterized.parameters((18, 1), (18, 4), (7, 4))
+  def test_many_pieces(self, blocks, join_warps):
     """More than a warp or a block of the join loads at once."""
     case = variant(SHORT, q_lens=(4, 0, 1), kv_lens=(1300, 5, 20), page_size=64, group=2)
-    self.check(case, config_of(blocks=blocks, join_warps=join_warps, unit=unit))
+    self.check(case, config_of(blocks=blocks, join_warps=join_warps))
 
   @parameterized.parameters(1, 4)
   def test_first_pieces_of_which_rows_see_no_key(self, join_warps):
@@ -291,9 +309,9 @@ class TailTest(TestCase):
   def test_same_bits_again(self):
     case = variant(RAGGED, num_kv_heads=1)
     built, config = cases.build(case), config_of(blocks=5, join_warps=4)
-    expected = emulate(built, spec_of(built), config=config)
+    expected = self.emulate(built, spec_of(built), config=config)
     for reverse in (False, True):
-      again = emulate(built, spec_of(built), config=config, reverse=reverse)
+      again = self.emulate(built, spec_of(built), config=config, reverse=reverse)
       self.check_equal_bits(again, expected)
 
   # What must not matter, and what must.
@@ -327,11 +345,11 @@ class TailTest(TestCase):
     width = SMALL.width
     expected[9 : 9 + width, 2:, 32:48] = True  # beside the tokens 2 and 3
     expected[9 : 9 + width, :2, 80:96] = True
-    out, lse = emulate(built, spec)
+    out, lse = self.emulate(built, spec)
     np.testing.assert_array_equal(np.isnan(lse), np.isnan(exact.lse))
     np.testing.assert_array_equal(np.isnan(out), expected)
     # Alone in a query tile there is no exception.
-    out, _ = emulate(built, spec, config=config_of(width=1))
+    out, _ = self.emulate(built, spec, config=config_of(width=1))
     np.testing.assert_array_equal(np.isnan(out), np.isnan(exact.out))
 
   @parameterized.parameters(2**30, -5)
@@ -339,9 +357,16 @@ class TailTest(TestCase):
     built = cases.build(SHORT)
     table = built.batch.page_table.at[1, 1].set(number)
     wrong = dataclasses.replace(built.batch, page_table=table)
-    results = emulate(dataclasses.replace(built, batch=wrong), spec_of(built))
-    expected = emulate(built, spec_of(built))
+    results = self.emulate(dataclasses.replace(built, batch=wrong), spec_of(built))
+    expected = self.emulate(built, spec_of(built))
     self.check_equal_bits((a[:5] for a in results), (a[:5] for a in expected))
+
+
+class ShortTest(TailTest):
+  """The same by mma, as far as its query tiles go."""
+
+  emulate = staticmethod(by_mma)
+  most_columns = short_attend.MAX_COLUMNS
 
 
 class DispatchTest(TestCase):
@@ -415,19 +440,22 @@ class DispatchTest(TestCase):
     self.assertAlmostEqual(float(out[0, 0, 0]), rounded, delta=2.0**-22 if sinks else 0)
 
   @parameterized.parameters(
-    (16, 16, 4, 1),
-    (300, 16, 4, 16),
-    (256, 2, 1, 64),
-    (96, 32, 7, 3),
-    (128, 1, 64, 1),
-    (3, 9, 4, 1),
-    (300, 16, 4, 12, False),
-    (300, 16, 64, 1, False),
+    # tokens, num_seqs, group, width, engine, causal
+    (16, 16, 4, 1, "mma"),
+    (128, 16, 4, 8, "mma"),
+    (300, 32, 4, 10, "wgmma"),
+    (300, 16, 4, 8, "mma"),  # few sequences
+    (256, 2, 1, 32, "mma"),
+    (96, 32, 7, 3, "mma"),
+    (128, 1, 64, 1, "wgmma"),
+    (3, 9, 4, 1, "mma"),
+    (500, 32, 4, 12, "wgmma", False),
+    (300, 16, 64, 1, "wgmma", False),
   )
-  def test_query_tiles(self, tokens, num_seqs, group, width, causal=True):
-    """As wide as sequences are on average, and of 64 rows at most, or 48 for other masks."""
+  def test_query_tiles(self, tokens, num_seqs, group, width, engine, causal=True):
+    """As wide as sequences are on average; 64 rows at most, 48 for other masks, 32 by mma."""
     config, why = kernel.choose_config(tokens, num_seqs, 8, group, causal)
-    self.assertEqual(config.width, width)
+    self.assertEqual((config.width, config.engine), (width, engine))
     self.assertIn(f"query tiles of {width} tokens", why)
 
 

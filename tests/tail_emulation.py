@@ -14,7 +14,7 @@ from tests.decode_emulation import OUT_UNIT, U
 from tests.ptx_emulator import Memory, run
 
 # Few blocks, which cut query tiles and have several segments each, and a short ring.
-SMALL = TailConfig(width=4, stages=3, blocks=5, unit=1, join_warps=1)
+SMALL = TailConfig("wgmma", width=4, stages=3, blocks=5, join_warps=1)
 
 
 def spec_of(built: Built, **options) -> AttentionSpec:

@@ -30,7 +30,7 @@ from nvfp4_pallas.kernels.decode_work import Cut, find_run
 from nvfp4_pallas.kernels.mma_fragments import Lane
 from nvfp4_pallas.kernels.page_walk import Pages, PageWalk
 from nvfp4_pallas.kernels.ptx import ALL_LANES, Mem, Ptx, Reg
-from nvfp4_pallas.kernels.q_operands import in_order, largest_of, to_f16, unit_for
+from nvfp4_pallas.kernels.q_operands import Q_EXPONENT, in_order, largest_of, to_f16, unit_for
 
 ROWS = 16  # of the left one: keys, or columns of V
 NEG_INF = float("-inf")
@@ -41,10 +41,12 @@ POINTERS_OUT = ("out", "lse", "pieces", "piece_lse", "piece_slots")
 
 def attend(problem: Problem, cut: Cut, slots: int) -> Ptx:
   """The program; its pointers are Problem.inputs and POINTERS_OUT."""
-  return _Attend(problem, cut, slots).p
+  return Attend(problem, cut, slots).p
 
 
-class _Attend:
+class Attend:
+  """The program while it is written. short_attend.py writes its own of some parts."""
+
   def __init__(self, problem: Problem, cut: Cut, slots: int):
     self.problem, self.cut, self.ring = problem, cut, Ring(cut.tile, slots, problem)
     self.p = Ptx((*problem.inputs, *POINTERS_OUT))
@@ -52,21 +54,13 @@ class _Attend:
       self._run(scope)
 
   def _run(self, scope) -> None:
-    p, cut = self.p, self.cut
+    p = self.p
     self.thread = p.new("r", "mov.u32", "%tid.x")
     self.warp = p.from_lane(self.thread >> 5, 0)  # so that the compiler knows it uniform
     self.lane = Lane.of(p, self.thread)
     self.first_lane = self.lane.index.eq(0)
     self._make_ring()
-    self.run = find_run(p, cut, p.program, self.lane.index, p.pointer("kv_lens"), scope)
-
-    # Where the segment begins: a sequence, a head, a unit of them.
-    self.unit = p.u32(self.run.begin)
-    self.seq = p.u32(self.run.seq)
-    self.kv_len = p.u32(self._load_len(self.seq))
-    self.units = p.u32(cut.units(p, self.kv_len))  # of the sequence and head
-    inside = self.run.begin - self.run.seq_begin
-    self.head, self.unit_of_head = p.u32(inside // self.units), p.u32(inside % self.units)
+    self._find_work(scope)
     with p.loop() as segments:
       self._segment()
       segments.leave_if(self.unit >= self.run.end)
@@ -74,6 +68,17 @@ class _Attend:
       p.emit("fence.proxy.async.shared::cta")
       p.sync(THREADS)
       self._next_head()
+
+  def _find_work(self, scope) -> None:
+    p, cut = self.p, self.cut
+    self.run = find_run(p, cut, p.program, self.lane.index, p.pointer("kv_lens"), scope)
+    # Where the segment begins: a sequence, a head, a unit of them.
+    self.unit = p.u32(self.run.begin)
+    self.seq = p.u32(self.run.seq)
+    self.kv_len = p.u32(self._load_len(self.seq))
+    self.units = p.u32(cut.units(p, self.kv_len))  # of the sequence and head
+    inside = self.run.begin - self.run.seq_begin
+    self.head, self.unit_of_head = p.u32(inside // self.units), p.u32(inside % self.units)
 
   def _load_len(self, seq: Reg) -> Reg:
     return self.p.load("global.nc", Mem(self.p.address(self.p.pointer("kv_lens"), seq, 4)))[0]
@@ -94,16 +99,23 @@ class _Attend:
 
   # Segments.
 
+  def _tiles(self) -> Reg:
+    return self.cut.tiles(self.p, self.kv_len)
+
+  def _first_tile(self) -> Reg | None:
+    """Of the keys that are seen; None for 0."""
+    return self.cut.first_tile(self.p, self.kv_len)
+
   def _segment(self) -> None:
     p, cut = self.p, self.cut
-    tiles = cut.tiles(p, self.kv_len)
+    tiles = self._tiles()
     units = p.u32(1)
     if not cut.batch_invariant:
       units = p.minimum(self.run.end - self.unit, self.units - self.unit_of_head)
     first = self.unit_of_head * cut.unit
     count = p.minimum(tiles - first, units * cut.unit)
     self.is_first, self.is_whole = self.unit_of_head.eq(0), count.eq(tiles)
-    window_tile = cut.first_tile(p, self.kv_len)
+    window_tile = self._first_tile()
     base = first if window_tile is None else first + window_tile
     self.first_tile = base + self.warp
     self.count = (count + (WARPS - 1) - self.warp) // WARPS  # of this warp's tiles
@@ -373,19 +385,24 @@ class _Attend:
     with p.when(p.any_lane(functools.reduce(operator.or_, rises))):
       for column, (top, old) in enumerate(zip(tops, self.max, strict=True)):
         tile, parity = divmod(column, 2)
-        shrink = p.exp2((old - top) * self.scales[column])
+        shrink = p.exp2((old - self._finite(top)) * self.scales[column])
         for x in [self.sum[column], *(acc[parity + h] for acc in self.out[tile] for h in (0, 2))]:
           p.set(x, x * shrink)
         p.set(old, top)
+    references = [self._finite(top) for top in self.max]
     for of_rows in scores:
       for tile, acc in enumerate(of_rows):
         for i, x in enumerate(acc):
           column = 2 * tile + i % 2
           # Not c x - c max: of large scores c max is rounded by more than exp2 can bear.
-          p.set(x, p.exp2((x - self.max[column]) * self.scales[column]))
+          p.set(x, p.exp2((x - references[column]) * self.scales[column]))
         for parity in range(2):
           total = self.sum[2 * tile + parity]
           p.set(total, total + (acc[parity] + acc[parity + 2]))
+
+  def _finite(self, top: Reg) -> Reg:
+    """A maximum that scores can be taken against: here every column sees a key of every tile."""
+    return top
 
   def _add_values(self, scores, codes: Reg, scales: Reg) -> None:
     p, dtype = self.p, self.problem.values.operand
@@ -407,15 +424,15 @@ class _Attend:
     The ring is empty now and holds for each warp O, by query head, and their maxima and sums.
     """
     p, problem, ring = self.p, self.problem, self.ring
-    dim, group, lane = problem.values.head_dim, problem.group, self.lane
-    share = dim // 8  # of the columns, which the lane has
-    stats = group * dim * 4
+    dim, columns, lane = problem.values.head_dim, problem.columns, self.lane
+    share = dim // 8  # of the columns of V, which the lane has
+    stats = columns * dim * 4
     for column, total in enumerate(self.sum):
       for step in (4, 8, 16):
         total = total + p.shuffle_xor(total, step)
       tile, parity = divmod(column, 2)
       head = lane.c * 2 + (tile * COLUMNS + parity)
-      real = head < group
+      real = head < columns
       at = self.slots + (head * (dim * 4) + lane.g * (share * 4))
       # The rows g and g + 8 of a result are neighbouring columns of V.
       row = [acc[parity + half] for acc in self.out[tile] for half in (0, 2)]
@@ -429,16 +446,16 @@ class _Attend:
     out_scale = self._global_scale("v", problem.values.unit)
     pair = p.mad(self.seq, self.cut.kv_heads, self.head)
     slot = self._slot(pair)
-    for start in range(0, group * dim, THREADS):
+    for start in range(0, columns * dim, THREADS):
       element = self.thread + start
       head, column = element // dim, element % dim
-      real = element < group * dim if start + THREADS > group * dim else None
-      head = head if real is None else p.minimum(head, group - 1)
+      real = element < columns * dim if start + THREADS > columns * dim else None
+      head = head if real is None else p.minimum(head, columns - 1)
       states = [
         p.load("shared", Mem(p.smem + head * 8, w * ring.warp_bytes + stats), 2, kind="f")
         for w in range(WARPS)
       ]
-      top = p.max_of([maximum for maximum, _ in states])
+      top = self._finite(p.max_of([maximum for maximum, _ in states]))
       total, out = p.f32(0.0), p.f32(0.0)
       at = p.smem + (head * dim + column) * 4
       for w, (maximum, of_warp) in enumerate(states):
@@ -484,7 +501,7 @@ def q_as_f16(p: Ptx, operands: list[list[Reg]]) -> tuple[list[list[Reg]], Reg]:
   """A lane's quarter of a row of q, bf16 pairs, as float16 pairs in a unit of the row.
 
   Args:
-    operands: what is added up to q; the row's largest value, of all, becomes 16 to 32.
+    operands: what is added up to q; the row's largest value, of all, becomes 2^14 to 2^15.
 
   Returns:
     The operands in the unit, and the unit.
@@ -492,7 +509,7 @@ def q_as_f16(p: Ptx, operands: list[list[Reg]]) -> tuple[list[list[Reg]], Reg]:
   largest = largest_of(p, operands)
   for step in (1, 2):  # over the lanes that have the row
     largest = p.maximum(largest, p.shuffle_xor(largest, step))
-  inverse, unit = unit_for(p, largest, 4)
+  inverse, unit = unit_for(p, largest, Q_EXPONENT)
   return [to_f16(p, words, inverse) for words in operands], unit
 
 

@@ -22,6 +22,7 @@ class Problem:
     page_size, num_pages, max_pages: of the pools and of the page table's rows.
     sm_scale, window, soft_cap: as in AttentionSpec.
     out_dtype: bfloat16, float16 or float32.
+    width: tokens of a query tile; 1 for decode.
   """
 
   keys: Fragments
@@ -35,10 +36,16 @@ class Problem:
   window: int | None
   soft_cap: float | None
   out_dtype: str
+  width: int = 1
+
+  @property
+  def columns(self) -> int:
+    """Of S^T and O^T: query heads of a KV head, for each token of a query tile."""
+    return self.width * self.group
 
   @property
   def column_tiles(self) -> int:
-    return -(-self.group // COLUMNS)
+    return -(-self.columns // COLUMNS)
 
   @property
   def pool_pointers(self) -> dict[str, int]:
@@ -76,7 +83,7 @@ class Ring:
   @property
   def warp_bytes(self) -> int:
     """Room for the ring, or at a segment's end for O and two numbers of each query head."""
-    state = self.problem.group * (self.problem.values.head_dim * 4 + 8)
+    state = self.problem.columns * (self.problem.values.head_dim * 4 + 8)
     return max(self.slots * self.slot_bytes, -(-state // 128) * 128)
 
   @property

@@ -27,6 +27,7 @@ well, and the GPU converts E4M3 to it, NaN included, two values an instruction.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 from nvfp4_pallas import format as nvfp4
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
@@ -94,13 +95,16 @@ class Fragments:
     return self._widen_keys(p, words, lane, scales, token)
 
   def value_pairs(self, p: Ptx, lane: Lane, codes: Reg, scales: Reg, token: int) -> list[Reg]:
-    """A lane's columns of V, each of two tokens of eight, as bf16 pairs."""
+    """A lane's columns of V, each of two tokens of eight, as pairs."""
+    return self._widen_values(p, self._value_rows(p, lane, codes, token), lane, scales, token)
+
+  def _value_rows(self, p: Ptx, lane: Lane, codes: Reg, token: int) -> list[list[Reg]]:
     share = self.row_bytes // 8
     rows = []
     for of_pair in lane.pair_tokens:
       at = codes + (of_pair * self.row_bytes + lane.g * share)
       rows.append(_load_words(p, Mem(at, token * self.row_bytes), share))
-    return self._widen_values(p, rows, lane, scales, token)
+    return rows
 
   def _key_address(self, lane: Lane, codes: Reg) -> Reg:
     return codes + (lane.slot_token * self.row_bytes + lane.c * (self.row_bytes // 4))
@@ -172,15 +176,23 @@ class NvFp4Fragments(Fragments):
       factors += [p.pair(low, low), p.pair(high, high)]
     return factors
 
+  def value_words(
+    self, p: Ptx, lane: Lane, codes: Reg, scales: Reg, token: int
+  ) -> Iterator[tuple[Reg, Reg]]:
+    """What value_pairs widens: words of codes, each with its scales in a word."""
+    yield from self._value_words(p, self._value_rows(p, lane, codes, token), lane, scales, token)
+
   def _widen_values(self, p, rows, lane, scales, token):
+    words = self._value_words(p, rows, lane, scales, token)
+    return [pair for of_word in words for pair in self.widen_word(p, *of_word)]
+
+  def _value_words(self, p, rows, lane, scales, token) -> Iterator[tuple[Reg, Reg]]:
     factors = self._value_scales(p, lane, scales, token)
     words_of_block = nvfp4.SCALE_BLOCK // 8
-    pairs = []
     for i, (x, y) in enumerate(zip(*rows, strict=True)):
       factor = factors[i // words_of_block]
       for selector in (0x5410, 0x7632):  # a half of a's word and the same of b's
-        pairs += [p.mul_f16x2(pair, factor) for pair in e2m1_as_f16(p, p.permute(x, y, selector))]
-    return pairs
+        yield p.permute(x, y, selector), factor
 
   def _value_scales(self, p: Ptx, lane: Lane, scales: Reg, token: int) -> list[Reg]:
     """For each block of the lane's columns its scales of the lane's two tokens, in a word.

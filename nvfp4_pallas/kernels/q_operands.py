@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from nvfp4_pallas.kernels.ptx import Ptx, Reg
 
+Q_EXPONENT = 14  # the largest value in a unit is 2^14 or more and below 2^15: float16's upper end
+
 
 def in_order(p: Ptx, words: list[Reg], order: list[tuple[int, int]]) -> list[Reg]:
   """Neighbouring columns, two to a word, as the pairs of columns that K comes in.

@@ -31,7 +31,7 @@ from nvfp4_pallas.kernels.decode_work import Cut, find_run
 from nvfp4_pallas.kernels.mma_fragments import Lane, NvFp4Fragments, e2m1_as_f16
 from nvfp4_pallas.kernels.page_walk import Pages, PageWalk
 from nvfp4_pallas.kernels.ptx import ALL_LANES, Mem, Ptx, Reg
-from nvfp4_pallas.kernels.q_operands import in_order, largest_of, to_f16, unit_for
+from nvfp4_pallas.kernels.q_operands import Q_EXPONENT, in_order, largest_of, to_f16, unit_for
 from nvfp4_pallas.kernels.tail_layout import (
   ALIGNMENT,
   CODES,
@@ -46,7 +46,6 @@ from nvfp4_pallas.kernels.tail_layout import (
   Tail,
 )
 
-Q_EXPONENT = 14  # a query tile's largest value is brought to 2^14 or more and below 2^15
 MARGIN = 8.0  # log2, between the largest of a row's first tile and its reference
 NO_REFERENCE = 1e30
 

@@ -1,11 +1,12 @@
 """Split-KV attention for short queries over long NVFP4 caches on Hopper: tails of prefill.
 
-Two kernels as for decode (decode_mosaic_sm90.py): `tail_attend` (tail_attend.py) cuts the keys of
-all sequences evenly over the multiprocessors, `tail_join` (tail_join.py) puts the results of cut
-query tiles together. PTX in Pallas kernels: K and V go from registers into the tensor cores, in an
-order of products, copies and barriers that Pallas' Mosaic GPU cannot say.
+Two kernels as for decode (decode_mosaic_sm90.py): a main program cuts the keys of all sequences
+evenly over the multiprocessors, `tail_join` (tail_join.py) puts the results of cut query tiles
+together. PTX in Pallas kernels. There are two main programs: `tail_attend` (tail_attend.py), whose
+blocks take up to 64 rows through wgmma, and `short_attend` (short_attend.py), decode's program for
+up to 32 rows, whose warps work alone.
 
-Limits, which the definition does not have:
+Limits of `tail_attend`, which the definition does not have:
 - Scores must be below 9e7 = 2^27 ln 2 in magnitude: the exponents' references are float32, and past
   that their rounding is more than what they leave above P. Beyond, a row may come out as NaN or 0.
 - q of a query tile and KV head has one unit: a row 2^-31 as large as the tile's largest still has
@@ -27,15 +28,19 @@ import jax.numpy as jnp
 
 from nvfp4_pallas.batch import RaggedBatch
 from nvfp4_pallas.cache import PagedKVCache
-from nvfp4_pallas.kernels import tail_attend, tail_join
+from nvfp4_pallas.kernels import short_attend, tail_attend, tail_join
+from nvfp4_pallas.kernels.decode_layout import WARPS, Ring
 from nvfp4_pallas.kernels.decode_mosaic_sm90 import MULTIPROCESSORS, inputs
 from nvfp4_pallas.kernels.decode_work import Cut
+from nvfp4_pallas.kernels.mma_fragments import NvFp4Fragments
 from nvfp4_pallas.kernels.ptx_launch import Kernel
+from nvfp4_pallas.kernels.short_attend import Short
 from nvfp4_pallas.kernels.tail_join import TailJoin
 from nvfp4_pallas.kernels.tail_layout import HEAD_DIM, MAX_ROWS, TILE, Tail
 from nvfp4_pallas.read_paths import AttentionSpec
 
 READ_PATHS = ("nvfp4_dequant", "nvfp4_a4q")
+SHORT_TILE = 32  # keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,17 +48,17 @@ class TailConfig:
   """What can be tuned.
 
   Attributes:
+    engine: "wgmma" (tail_attend.py), or "mma" (short_attend.py) for up to 32 rows.
     width: tokens of a query tile.
-    stages: key tiles fetched or in use in a block.
+    stages: key tiles fetched or in use in a block, or slots of a warp's ring.
     blocks: of threads; the work is cut into as many parts.
-    unit: tiles of keys that are not cut.
     join_warps: that put one row together, 1 or 4.
   """
 
+  engine: str
   width: int
   stages: int
   blocks: int
-  unit: int
   join_warps: int
 
 
@@ -63,14 +68,20 @@ def choose_config(
   """The configuration for a shape, and why."""
   # Masks that are not causal take registers that 64 rows do not leave.
   most_rows = MAX_ROWS if causal else 48
-  width = max(1, min(most_rows // group, -(-tokens // num_seqs)))
-  why = f"query tiles of {width} tokens, what a sequence has on average, up to {most_rows} rows"
+  average = -(-tokens // num_seqs)
+  width = max(1, min(most_rows // group, average))
+  few = num_seqs * kv_heads < MULTIPROCESSORS
+  if few and group <= short_attend.MAX_COLUMNS:
+    width = min(width, short_attend.MAX_COLUMNS // group)
+  engine = "mma" if width * group <= short_attend.MAX_COLUMNS else "wgmma"
+  why = f"query tiles of {width} tokens, of {average} on average, by {engine}: "
+  why += "its warps wait for nobody" if engine == "mma" else "it takes up to 64 rows at once"
   rows = tokens * kv_heads * group
   config = TailConfig(
+    engine=engine,
     width=width,
     stages=6,
     blocks=2 * MULTIPROCESSORS,
-    unit=1,
     join_warps=4 if rows < 4 * 4 * MULTIPROCESSORS else 1,
   )
   return config, why
@@ -117,40 +128,48 @@ def kernels(
   group = num_q_heads // kv_heads
   if config is None:
     config, _ = choose_config(tokens, num_seqs, kv_heads, group, spec.causal)
-  tail = Tail(
-    group=group,
-    width=config.width,
-    q_operands=spec.q_levels if spec.read_path == "nvfp4_a4q" else 1,
-    page_size=cache.page_size,
-    num_pages=cache.num_pages,
-    max_pages=batch.max_pages,
-    causal=spec.causal,
-    sm_scale=spec.sm_scale,
-    window=spec.window,
-    soft_cap=spec.soft_cap,
-    out_dtype=jnp.dtype(out_dtype).name,
-    stages=config.stages,
-  )
+  common = {
+    "group": group,
+    "width": config.width,
+    "q_operands": spec.q_levels if spec.read_path == "nvfp4_a4q" else 1,
+    "page_size": cache.page_size,
+    "num_pages": cache.num_pages,
+    "max_pages": batch.max_pages,
+    "causal": spec.causal,
+    "sm_scale": spec.sm_scale,
+    "window": spec.window,
+    "soft_cap": spec.soft_cap,
+    "out_dtype": jnp.dtype(out_dtype).name,
+  }
+  short = config.engine == "mma"
   cut = Cut(
     num_seqs=num_seqs,
     kv_heads=kv_heads,
-    tile=TILE,
+    tile=SHORT_TILE if short else TILE,
     blocks=config.blocks,
-    window=None,  # tail_attend.py counts tiles itself, as windows begin at the first new token
-    unit=config.unit,
+    window=None,  # the programs count tiles themselves, as windows begin at the first new token
+    unit=WARPS if short else 1,
     batch_invariant=False,
   )
+  if short:
+    problem = Short(keys=NvFp4Fragments(HEAD_DIM), values=NvFp4Fragments(HEAD_DIM), **common)
+    program, tile_rows = short_attend.attend(problem, cut, config.stages), problem.columns
+    smem_bytes = problem.smem_bytes(Ring(cut.tile, config.stages, problem).smem_bytes)
+  else:
+    tail = Tail(stages=config.stages, **common)
+    program, tile_rows = tail_attend.attend(tail, cut), tail.rows
+    smem_bytes = tail.smem_bytes
   slots = cut.slots(batch.max_pages * cache.page_size)
   attend = Kernel(
-    name="tail_attend",
-    program=tail_attend.attend(tail, cut),
+    name="short_attend" if short else "tail_attend",
+    program=program,
     blocks=config.blocks,
-    smem_bytes=tail.smem_bytes,
+    smem_bytes=smem_bytes,
     makes={
-      "out": jax.ShapeDtypeStruct((tokens, num_q_heads, HEAD_DIM), tail.out_dtype),
+      "out": jax.ShapeDtypeStruct((tokens, num_q_heads, HEAD_DIM), common["out_dtype"]),
       "lse": jax.ShapeDtypeStruct((tokens, num_q_heads), jnp.float32),
-      "pieces": jax.ShapeDtypeStruct((slots, tail.rows, HEAD_DIM), jnp.float32),
-      "piece_lse": jax.ShapeDtypeStruct((slots, tail.rows), jnp.float32),
+      "pieces": jax.ShapeDtypeStruct((slots, tile_rows, HEAD_DIM), jnp.float32),
+      "piece_lse": jax.ShapeDtypeStruct((slots, tile_rows), jnp.float32),
       "piece_slots": jax.ShapeDtypeStruct((tokens * kv_heads, 4), jnp.int32),
     },
   )
@@ -161,9 +180,9 @@ def kernels(
     head_dim=HEAD_DIM,
     warps=config.join_warps,
     in_order=False,
-    out_dtype=tail.out_dtype,
+    out_dtype=common["out_dtype"],
     tokens=tokens,
-    tile_rows=tail.rows,
+    tile_rows=tile_rows,
   )
   join = Kernel("tail_join", tail_join.join(pieces), pieces.blocks, pieces.smem_bytes, {})
   return attend, join
