@@ -138,7 +138,8 @@ def program(case: str) -> tuple[Ptx, int]:
   thread = p.new("r", "mov.u32", "%tid.x")
   (constant,) = p.load("global", Mem(p.address(p.pointer("x"), thread, 4)))
   state, done = _Case(p, constant), p.u32(0)
-  count = max(1, INSTRUCTIONS // len(ops))
+  # wgmma come by the four and take long, to run and for the compiler.
+  count = max(1, INSTRUCTIONS // len(ops) // (16 if "wgmma" in case else 1))
   with p.loop() as rounds:
     for _ in range(count):
       for op in ops:

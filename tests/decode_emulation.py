@@ -104,7 +104,7 @@ def bounds(
     sum by u = 2^-24, rcp.approx by 2^-23; these 7 u of r <= 1, the rounding of the two constants
     (3 u c) and of the result (u c) are 18 u c at most.
   P is rounded to float16 where V is, by 2^-11 of itself or, among subnormals, by 2^-25 (its largest
-  value is 1), else to bf16 by 2^-8. The sum it is divided by is not rounded.
+  value is 2^14), else to bf16 by 2^-8. The sum it is divided by is not rounded.
   """
   delta = exact.delta
   if built.cache.k.format != "bf16":
@@ -114,7 +114,7 @@ def bounds(
     delta = delta + 18 * U * spec.soft_cap
   f16 = built.cache.v.format != "bf16"
   relative = 2 * delta + (exact.keys + 16) * U + (2.0**-11 if f16 else oracle.BF16_UNIT)
-  out = relative[..., None] * exact.spread + 2.0**-25 * f16 * exact.magnitude
+  out = relative[..., None] * exact.spread + 2.0**-39 * f16 * exact.magnitude
   stored = OUT_UNIT[jnp.dtype(out_dtype).name]
   out = out * (1 + stored) + stored * np.abs(exact.out)
   if out_dtype == jnp.float16:

@@ -89,14 +89,14 @@ def bounds(
     less than bfloat16's digits up to k = 31, and none from k = 39 on.
   - The soft cap's 18 u soft_cap: see decode_emulation.bounds.
   A weight is exp2 of a score less the reference, an exact number for all keys; so what else is
-  wrong is the fma's rounding, within oracle's 8 u |score| + 6 u for the MARGIN, and ex2's 4 u.
+  wrong is the fma's rounding, within oracle's 8 u |score| + 7 u for the HEADROOM, and ex2's 4 u.
   The weights of pieces come from their lse in log2, rounded twice: 4 u |lse|. Sums over keys: n u;
   the rest, of O and of the sum: new references, rcp, two factors, the join's: 16 u.
   P is rounded to float16, by 2^-11 of itself or, among subnormals, by 2^-25. The largest weight of
-  a row and piece is 2^-MARGIN or more, as that was of the tile which set the reference; so that is
-  2^-17 of the largest. The sum it is divided by is not rounded.
+  a row and piece is 2^HEADROOM or more, as that was of the tile which set the reference; so that is
+  2^-35 of the largest. The sum it is divided by is not rounded.
   lse is log2(total) - reference: lg2 is wrong by 2^-22 of itself, and total lies between
-  2^-MARGIN and 2 n.
+  2^HEADROOM and 2^15 n.
   """
   delta = exact.delta + 2.0**-39 * _reach_of_tiles(exact, built, spec, width)
   if spec.soft_cap is not None:
@@ -104,12 +104,12 @@ def bounds(
   size = np.where(np.isfinite(exact.lse), np.abs(exact.lse), 0)
   sums = (exact.keys + 32) * U + 4 * U * size
   relative = 2 * delta + sums + 2.0**-11
-  out = relative[..., None] * exact.spread + 2.0**-17 * exact.magnitude
+  out = relative[..., None] * exact.spread + 2.0**-35 * exact.magnitude
   stored = OUT_UNIT[jnp.dtype(out_dtype).name]
   out = out * (1 + stored) + stored * np.abs(exact.out)
   if out_dtype == jnp.float16:
     out = out + 2.0**-25  # subnormals
-  log_of_total = 2.0**-22 * (8 + np.log(2 * np.maximum(exact.keys, 1)))
+  log_of_total = 2.0**-22 * (11 + np.log(np.maximum(exact.keys, 1)))
   return out + 1e-30, delta + sums + log_of_total
 
 

@@ -36,6 +36,9 @@ ROWS = 16  # of the left one: keys, or columns of V
 NEG_INF = float("-inf")
 LOG2_E = math.log2(math.e)
 MIN_NORMAL = 2.0**-126
+P_EXPONENT = (
+  14.0  # log2 of the largest P, so that small ones keep float16's digits; sums have it too
+)
 POINTERS_OUT = ("out", "lse", "pieces", "piece_lse", "piece_slots")
 
 
@@ -395,7 +398,7 @@ class Attend:
         for i, x in enumerate(acc):
           column = 2 * tile + i % 2
           # Not c x - c max: of large scores c max is rounded by more than exp2 can bear.
-          p.set(x, p.exp2((x - references[column]) * self.scales[column]))
+          p.set(x, p.exp2(p.fma(x - references[column], self.scales[column], P_EXPONENT)))
         for parity in range(2):
           total = self.sum[2 * tile + parity]
           p.set(total, total + (acc[parity] + acc[parity + 2]))
@@ -440,7 +443,8 @@ class Attend:
         p.store("shared", Mem(at, 4 * start), row[start : start + 4], when=real)
       at = Mem(self.slots + head * 8, stats)
       one = real & lane.g.eq(0)
-      p.store("shared", at, [self.max[column] * self.scales[column], total], when=one)
+      reference = p.fma(self.max[column], self.scales[column], -P_EXPONENT)
+      p.store("shared", at, [reference, total], when=one)
     p.sync(THREADS)
 
     out_scale = self._global_scale("v", problem.values.unit)

@@ -39,6 +39,7 @@ from nvfp4_pallas.read_paths import AttentionSpec
 READ_PATHS = ("bf16", "fp8", "nvfp4_dequant", "nvfp4_a4q")
 HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
+MAX_SOFT_CAP = 1000.0  # where its error, 18 * 2^-24 of it, is 1e-3 in a score
 MAX_SLOT_BYTES = 5 * 1024
 MULTIPROCESSORS = 132  # of an H100 SXM or H200; on another card this only costs time
 
@@ -148,6 +149,8 @@ def unsupported(request: Any) -> str | None:
       return f"the kernel has head dims {', '.join(map(str, HEAD_DIMS))}, got {name} {dim}"
   if request.group > MAX_GROUP:
     return f"the kernel takes up to {MAX_GROUP} query heads a KV head, got {request.group}"
+  if request.spec.soft_cap is not None and request.spec.soft_cap > MAX_SOFT_CAP:
+    return f"the kernel's soft cap loses digits above {MAX_SOFT_CAP}, got {request.spec.soft_cap}"
   return None
 
 

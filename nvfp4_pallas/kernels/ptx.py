@@ -285,6 +285,10 @@ class Ptx:
     """Two E4M3 in 16 bits as two float16."""
     return self.new("r", "cvt.rn.f16x2.e4m3x2", bytes_)
 
+  def max_f16x2(self, a: Reg, b: Reg) -> Reg:
+    """NaN where either is."""
+    return self.new("r", "max.NaN.f16x2", a, b)
+
   def mul_f16x2(self, a: Reg, b: Any) -> Reg:
     return self.new("r", "mul.rn.f16x2", a, b)
 

@@ -14,9 +14,11 @@ all rows:
     tensor cores   O of tile i - 1  | S of tile i + 1     | O of tile i     | ...
     warps          P of tile i      | widen K of i + 1    | widen V of i    | P of tile i + 1 ...
 
-The exponents of a row are taken against a reference r that its first tile sets, 2^8 above that
-tile's largest, and that stays: no maximum, no rescaling. A tile where a probability reached 2 sets
-a new reference and is done again. float16 has 2^-14 below, in full precision, and 11 digits.
+The exponents of a row are taken against a reference r that its first tile sets, so that the
+largest P of that tile is 2^10, and that stays: no maximum, no rescaling. A tile where P reached
+2^15 sets a new reference and is done again. float16 has full precision down to 2^-14, so keys that
+weigh 2^-24 of the first tile's largest (an attention sink) have all its digits, and at 2^-30 still
+five bits.
 
 Registers: 64 for O, 32 for S, 32 each for K and V in flight, at 64 rows.
 """
@@ -24,7 +26,6 @@ Registers: 64 for O, 32 for S, 32 each for K and V in flight, at 64 rows.
 from __future__ import annotations
 
 import functools
-import operator
 
 from nvfp4_pallas.kernels.decode_attend import LOG2_E, NEG_INF
 from nvfp4_pallas.kernels.decode_work import Cut, find_run
@@ -46,7 +47,7 @@ from nvfp4_pallas.kernels.tail_layout import (
   Tail,
 )
 
-MARGIN = 8.0  # log2, between the largest of a row's first tile and its reference
+HEADROOM = 10.0  # log2 of the largest P of a row's first tile
 NO_REFERENCE = 1e30
 
 POINTERS_IN = ("q", "table", "kv_lens", "cu_q_lens", "k_global", "v_global")
@@ -444,8 +445,9 @@ class _Attend:
     for i, total in enumerate(self.tile_sums):
       first = 4 * (i // 2) + i % 2
       p.set(total, values[first] + values[first + 2])
-    seen = functools.reduce(operator.or_, packed)
-    self.too_large = (seen & 0x40004000).ne(0)  # 2 or more, or NaN
+    largest = functools.reduce(p.max_f16x2, packed)
+    # 2^15 or more, or NaN: the upper four bits of the exponent are ones, and one more carries over.
+    self.too_large = (((largest & 0x78007800) + 0x08000800) & 0x80008000).ne(0)
 
   def _cap_scores(self, scores: list[Reg], cap: float) -> None:
     """cap tanh(s / cap) = cap - 2 cap / (1 + exp(2 s / cap)), in log2 units."""
@@ -500,7 +502,7 @@ class _Attend:
         for w in range(WARPS)
       ]
       (old,) = self._references(4 * (2 * j + k), 1)
-      new = p.minimum(p.fma(p.max_of(tops), self._factor * -1.0, -MARGIN), old)
+      new = p.minimum(p.fma(p.max_of(tops), self._factor * -1.0, HEADROOM), old)
       shrink = p.exp2(new - old)
       for x in [self.sum[2 * j + k], *(o[4 * j + k + half] for o in self.out for half in (0, 2))]:
         p.set(x, x * shrink)

@@ -30,7 +30,7 @@ from nvfp4_pallas.batch import RaggedBatch
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.kernels import short_attend, tail_attend, tail_join
 from nvfp4_pallas.kernels.decode_layout import WARPS, Ring
-from nvfp4_pallas.kernels.decode_mosaic_sm90 import MULTIPROCESSORS, inputs
+from nvfp4_pallas.kernels.decode_mosaic_sm90 import MAX_SOFT_CAP, MULTIPROCESSORS, inputs
 from nvfp4_pallas.kernels.decode_work import Cut
 from nvfp4_pallas.kernels.mma_fragments import NvFp4Fragments
 from nvfp4_pallas.kernels.ptx_launch import Kernel
@@ -63,14 +63,15 @@ class TailConfig:
 
 
 def choose_config(
-  tokens: int, num_seqs: int, kv_heads: int, group: int, causal: bool
+  tokens: int, num_seqs: int, kv_heads: int, group: int, causal: bool, q_operands: int = 1
 ) -> tuple[TailConfig, str]:
   """The configuration for a shape, and why."""
   # Masks that are not causal take registers that 64 rows do not leave.
   most_rows = MAX_ROWS if causal else 48
   average = -(-tokens // num_seqs)
   width = max(1, min(most_rows // group, average))
-  few = num_seqs * kv_heads < MULTIPROCESSORS
+  # With few sequences more query tiles are welcome, and what counts is how soon a block is done.
+  few = 4 * num_seqs * kv_heads <= MULTIPROCESSORS
   if few and group <= short_attend.MAX_COLUMNS:
     width = min(width, short_attend.MAX_COLUMNS // group)
   engine = "mma" if width * group <= short_attend.MAX_COLUMNS else "wgmma"
@@ -80,7 +81,7 @@ def choose_config(
   config = TailConfig(
     engine=engine,
     width=width,
-    stages=6,
+    stages=6 if q_operands == 1 else 5,  # two blocks have room
     blocks=2 * MULTIPROCESSORS,
     join_warps=4 if rows < 4 * 4 * MULTIPROCESSORS else 1,
   )
@@ -127,7 +128,8 @@ def kernels(
   num_seqs, kv_heads = batch.num_seqs, cache.num_kv_heads
   group = num_q_heads // kv_heads
   if config is None:
-    config, _ = choose_config(tokens, num_seqs, kv_heads, group, spec.causal)
+    operands = spec.q_levels if spec.read_path == "nvfp4_a4q" else 1
+    config, _ = choose_config(tokens, num_seqs, kv_heads, group, spec.causal, operands)
   common = {
     "group": group,
     "width": config.width,
@@ -203,4 +205,6 @@ def unsupported(request: Any) -> str | None:
     return f"the kernel takes up to {MAX_ROWS} query heads a KV head, got {request.group}"
   if request.spec.sm_scale == 0:
     return "the kernel compares scores before it scales them, so sm_scale must not be 0"
+  if request.spec.soft_cap is not None and request.spec.soft_cap > MAX_SOFT_CAP:
+    return f"the kernel's soft cap loses digits above {MAX_SOFT_CAP}, got {request.spec.soft_cap}"
   return None
