@@ -44,7 +44,7 @@ class Walk(decode_attend.Attend):
   """
 
   def __init__(self, cut: Cut, tiles: int):
-    self._tiles = tiles
+    self._row_tiles = tiles
     super().__init__(PROBLEM, cut, 1)
 
   def _make_ring(self):
@@ -64,7 +64,7 @@ class Walk(decode_attend.Attend):
     self.p.store("global", at, [old + value], when=when)
 
   def _tile(self, tile):
-    index = self._pair() * self._tiles + tile
+    index = self._pair() * self._row_tiles + tile
     self._add("out", index, (self.p.program << 8) + 1, self.first_lane)
 
   def _join_warps(self):
