@@ -55,9 +55,6 @@ class Walk(decode_attend.Attend):
   def _issue(self, pool):
     pass
 
-  def _pair(self):
-    return self.p.mad(self.seq, self.cut.kv_heads, self.head)
-
   def _add(self, name, index, value, when):
     at = Mem(self.p.address(self.p.pointer(name), index, 4))
     (old,) = self.p.load("global", at)
@@ -69,11 +66,11 @@ class Walk(decode_attend.Attend):
 
   def _join_warps(self):
     p, pair = self.p, self._pair()
-    slot = self._slot(pair)
+    slot = self._slot()
     one = self.thread.eq(0)
-    with p.when(self.is_whole):
+    with p.when(self.work.is_whole):
       self._add("lse", pair, 1, one)
-    with p.when(self.is_whole, unless=True):
+    with p.when(self.work.is_whole, unless=True):
       self._add("pieces", slot, pair + 1, one)
 
 

@@ -6,10 +6,9 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from benchmarks import oracle
-from nvfp4_pallas.kernels.decode_attend import q_as_f16
 from nvfp4_pallas.kernels.mma_fragments import TOKEN_OF_SLOT, Lane, e2m1_as_f16, fragments
 from nvfp4_pallas.kernels.ptx import Mem, Ptx
-from nvfp4_pallas.kernels.q_operands import Q_EXPONENT, in_order
+from nvfp4_pallas.kernels.q_operands import Q_EXPONENT, in_order, q_as_f16
 from tests.base import TestCase
 from tests.ptx_emulator import Memory, run
 

@@ -21,20 +21,20 @@ values of the cache takes 6.7 cycles of issue on top, .8 instructions' worth a v
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable
 
+from nvfp4_pallas.kernels import copies
 from nvfp4_pallas.kernels.decode_layout import COLUMNS, THREADS, WARPS, Problem, Ring
-from nvfp4_pallas.kernels.decode_work import Cut, find_run
+from nvfp4_pallas.kernels.decode_work import Cut
 from nvfp4_pallas.kernels.mma_fragments import Lane
 from nvfp4_pallas.kernels.page_walk import Pages, PageWalk
-from nvfp4_pallas.kernels.ptx import ALL_LANES, Mem, Ptx, Reg
-from nvfp4_pallas.kernels.q_operands import Q_EXPONENT, in_order, largest_of, to_f16, unit_for
+from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
+from nvfp4_pallas.kernels.q_operands import in_order, load_quarters, q_as_f16
+from nvfp4_pallas.kernels.results import LOG2_E, NEG_INF, store_piece, store_result
+from nvfp4_pallas.kernels.work_walk import WorkWalk
 
 ROWS = 16  # of the left one: keys, or columns of V
-NEG_INF = float("-inf")
-LOG2_E = math.log2(math.e)
 MIN_NORMAL = 2.0**-126
 P_EXPONENT = (
   14.0  # log2 of the largest P, so that small ones keep float16's digits; sums have it too
@@ -63,65 +63,23 @@ class Attend:
     self.lane = Lane.of(p, self.thread)
     self.first_lane = self.lane.index.eq(0)
     self._make_ring()
-    self._find_work(scope)
+    self.work = self._find_work(scope)
     with p.loop() as segments:
       self._segment()
-      segments.leave_if(self.unit >= self.run.end)
+      segments.leave_if(self.work.at_end)
       # The next copies may overwrite what other warps still read, and what this one wrote.
       p.emit("fence.proxy.async.shared::cta")
       p.sync(THREADS)
-      self._next_head()
+      self.work.next_pair()
 
-  def _find_work(self, scope) -> None:
-    p, cut = self.p, self.cut
-    self.run = find_run(p, cut, p.program, self.lane.index, p.pointer("kv_lens"), scope)
-    # Where the segment begins: a sequence, a head, a unit of them.
-    self.unit = p.u32(self.run.begin)
-    self.seq = p.u32(self.run.seq)
-    self.kv_len = p.u32(self._load_len(self.seq))
-    self.units = p.u32(cut.units(p, self.kv_len))  # of the sequence and head
-    inside = self.run.begin - self.run.seq_begin
-    self.head, self.unit_of_head = p.u32(inside // self.units), p.u32(inside % self.units)
-
-  def _load_len(self, seq: Reg) -> Reg:
-    return self.p.load("global.nc", Mem(self.p.address(self.p.pointer("kv_lens"), seq, 4)))[0]
-
-  def _next_head(self) -> None:
-    """To the next (sequence, head) that has keys, where this one is done."""
-    p = self.p
-    with p.when(self.unit_of_head >= self.units):
-      p.set(self.unit_of_head, 0)
-      p.set(self.head, self.head + 1)
-      with p.when(self.head >= self.cut.kv_heads):
-        p.set(self.head, 0)
-        with p.loop() as empty:
-          p.set(self.seq, self.seq + 1)
-          p.set(self.kv_len, self._load_len(self.seq))
-          p.set(self.units, self.cut.units(p, self.kv_len))
-          empty.leave_if(self.units.ne(0))
-
-  # Segments.
-
-  def _tiles(self) -> Reg:
-    return self.cut.tiles(self.p, self.kv_len)
-
-  def _first_tile(self) -> Reg | None:
-    """Of the keys that are seen; None for 0."""
-    return self.cut.first_tile(self.p, self.kv_len)
+  def _find_work(self, scope) -> WorkWalk:
+    return WorkWalk(self.p, self.cut, self.lane.index, scope)
 
   def _segment(self) -> None:
-    p, cut = self.p, self.cut
-    tiles = self._tiles()
-    units = p.u32(1)
-    if not cut.batch_invariant:
-      units = p.minimum(self.run.end - self.unit, self.units - self.unit_of_head)
-    first = self.unit_of_head * cut.unit
-    count = p.minimum(tiles - first, units * cut.unit)
-    self.is_first, self.is_whole = self.unit_of_head.eq(0), count.eq(tiles)
-    window_tile = self._first_tile()
-    base = first if window_tile is None else first + window_tile
-    self.first_tile = base + self.warp
-    self.count = (count + (WARPS - 1) - self.warp) // WARPS  # of this warp's tiles
+    p = self.p
+    self.work.start_segment()
+    self.first_tile = self.work.first_tile + self.warp
+    self.count = (self.work.count + (WARPS - 1) - self.warp) // WARPS  # of this warp's tiles
 
     self._start_pages()
     for i in range(self.ring.slots):
@@ -135,8 +93,7 @@ class Attend:
       self._tile(self.first_tile + done * WARPS)
       p.set(done, done + 1)
     self._join_warps()
-    p.set(self.unit, self.unit + units)
-    p.set(self.unit_of_head, self.unit_of_head + units)
+    self.work.end_segment()
 
   # The ring of copies.
 
@@ -145,14 +102,9 @@ class Attend:
     self.slot, self.phase, self.issue_slot = p.u32(0), p.u32(0), p.u32(0)
     self.slots = p.smem + self.warp * ring.warp_bytes
     self.barriers = p.smem + self.warp * (8 * ring.slots) + ring.barriers
-    for slot in range(ring.slots):
-      at = Mem(self.barriers, 8 * slot)
-      p.emit("mbarrier.init.shared::cta.b64", at, 1, when=self.first_lane)
-    p.emit("fence.mbarrier_init.release.cluster")
-    p.emit("fence.proxy.async.shared::cta")
+    copies.make_barriers(p, self.barriers, ring.slots, 1, self.first_lane)
     p.sync_warp()
-    # Keys are read once: they should not drive anything out of the L2 cache.
-    self.policy = p.new("d", "createpolicy.fractional.L2::evict_first.b64", 1.0)
+    self.policy = copies.evict_first(p)
 
   def _start_pages(self) -> None:
     p, problem, cut = self.p, self.problem, self.cut
@@ -163,9 +115,9 @@ class Attend:
       tile=cut.tile,
       stride=WARPS,
     )
-    row = p.address(p.pointer("table"), self.seq, 4 * problem.max_pages)
+    row = p.address(p.pointer("table"), self.work.seq, 4 * problem.max_pages)
     self.walk = PageWalk(
-      p, pages, self.lane.index, row=row, kv_len=self.kv_len, first_tile=self.first_tile
+      p, pages, self.lane.index, row=row, kv_len=self.work.kv_len, first_tile=self.first_tile
     )
     self.run_keys = pages.run
     self.issued = p.u32(0)
@@ -186,21 +138,14 @@ class Attend:
     arrays = {n: size for n, size in self.problem.pool_pointers.items() if n[0] == pool}
     barrier = Mem(self.barriers + self.issue_slot * 8)
     total = self.cut.tile * sum(arrays.values())
-    op = "mbarrier.arrive.expect_tx.shared::cta.b64"
-    p.emit(op, "_", barrier, total, when=self.first_lane)
-    for i, run in enumerate(self.walk.runs(self.issued, self.head)):
+    copies.announce(p, barrier, total, self.first_lane)
+    for i, run in enumerate(self.walk.runs(self.issued, self.work.head)):
       target = self.slots + self.issue_slot * self.ring.slot_bytes
       for name, nbytes in arrays.items():
         copied = self.run_keys * nbytes
-        p.emit(
-          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint",
-          Mem(target + i * copied),
-          Mem(p.address(p.pointer(name), run, copied)),
-          copied,
-          barrier,
-          self.policy,
-          when=self.first_lane,
-        )
+        source = p.address(p.pointer(name), run, copied)
+        place = Mem(target + i * copied)
+        copies.start_copy(p, place, source, copied, barrier, self.policy, self.first_lane)
         target = target + self.cut.tile * nbytes
 
   def _after(self, slot: Reg) -> Reg:
@@ -208,16 +153,7 @@ class Attend:
 
   def _wait(self) -> Reg:
     """Until the ring's slot is full; its address."""
-    p = self.p
-    with p.loop() as polling:
-      ready = p.new(
-        "p",
-        "mbarrier.try_wait.parity.shared::cta.b64",
-        Mem(self.barriers + self.slot * 8),
-        self.phase,
-      )
-      # Lanes may see it at different times.
-      polling.leave_if(p.new("p", "vote.sync.all.pred", ready, ALL_LANES))
+    copies.wait(self.p, Mem(self.barriers + self.slot * 8), self.phase)
     return self.slots + self.slot * self.ring.slot_bytes
 
   def _release(self) -> None:
@@ -232,27 +168,32 @@ class Attend:
   def _load_q(self) -> None:
     """q [column tile][operand][16 columns of a head]: right operands, the lane's columns of K."""
     p, problem = self.p, self.problem
-    dim = problem.keys.head_dim
-    heads = p.mad(self.seq, self.cut.kv_heads, self.head) * problem.group
+    heads = self._pair() * problem.group
     self.q, self.q_units = [], []  # of each of the lane's columns of S
     for tile in range(problem.column_tiles):
       # Columns past the group compute the last head again; nobody reads them.
       row = p.minimum(self.lane.g + tile * COLUMNS, problem.group - 1) + heads
-      operands = []
-      for operand in range(problem.q_operands):
-        index = row * problem.q_operands + operand
-        at = p.address(p.pointer("q"), index * 4 + self.lane.c, dim // 4 * 2)
-        words = []
-        for start in range(0, dim // 4 * 2, 16):
-          words += p.load("global.nc", Mem(at, start), 4)
-        if problem.sm_scale < 0:
-          words = [word ^ "0x80008000" for word in words]
-        operands.append(words)
+      operands = self._load_row(row, self.lane.c)
       if problem.keys.operand == "f16":
         operands, unit = q_as_f16(p, operands)
         for parity in range(2):
           self.q_units.append(p.from_lane(unit, (self.lane.c * 2 + parity) * 4))
       self.q.append([in_order(p, words, problem.keys.word_pairs()) for words in operands])
+
+  def _pair(self) -> Reg:
+    """The (sequence, head)'s number."""
+    return self.p.mad(self.work.seq, self.cut.kv_heads, self.work.head)
+
+  def _load_row(self, row: Reg, quarter: Reg) -> list[list[Reg]]:
+    problem = self.problem
+    return load_quarters(
+      self.p,
+      row,
+      quarter,
+      operands=problem.q_operands,
+      dim=problem.keys.head_dim,
+      negate=problem.sm_scale < 0,
+    )
 
   def _load_scale(self) -> None:
     """c of each column, which brings scores to log2 units; positive, to keep their order.
@@ -275,7 +216,7 @@ class Attend:
     p, name = self.p, f"{pool}_global"
     if name not in self.problem.inputs:
       return p.f32(factor)
-    (scale,) = p.load("global.nc", Mem(p.address(p.pointer(name), self.head, 4)), kind="f")
+    (scale,) = p.load("global.nc", Mem(p.address(p.pointer(name), self.work.head, 4)), kind="f")
     return scale * factor
 
   def _reset(self) -> None:
@@ -339,11 +280,11 @@ class Attend:
     """
     p, window = self.p, self.problem.window
     key = tile * self.cut.tile
-    left = self.kv_len - key  # keys of the tile that exist
+    left = self.work.kv_len - key  # keys of the tile that exist
     partial = left < self.cut.tile
     if window is None:
       return lambda token: token < left, partial
-    oldest = p.select(self.kv_len > window, self.kv_len - window, 0)
+    oldest = p.select(self.work.kv_len > window, self.work.kv_len - window, 0)
     begin = p.select(oldest > key, oldest - key, 0)
     return lambda token: (token < left) & (token >= begin), partial | begin.ne(0)
 
@@ -448,8 +389,7 @@ class Attend:
     p.sync(THREADS)
 
     out_scale = self._global_scale("v", problem.values.unit)
-    pair = p.mad(self.seq, self.cut.kv_heads, self.head)
-    slot = self._slot(pair)
+    slot = self._slot()
     for start in range(0, columns * dim, THREADS):
       element = self.thread + start
       head, column = element // dim, element % dim
@@ -469,59 +409,21 @@ class Attend:
         p.set(out, p.fma(weight, x, out))
       out = out * (p.reciprocal(total) * out_scale)
       lse = top + p.log2(total)
-      self._store(pair, slot, head, column, out, lse, real)
+      self._store(slot, head, column, out, lse, real)
 
-  def _slot(self, pair: Reg) -> Reg:
+  def _slot(self) -> Reg:
     """The piece's slot; the first piece also tells the join where the pieces are."""
-    p, run, cut = self.p, self.run, self.cut
-    if not cut.batch_invariant:
-      slot = p.program * 2 + p.select(self.is_first, 1, 0)
-      last = run.block_of(p, self.unit + self.units - 1)
-      pieces = last - p.program + 1
-    else:
-      slot, pieces = self.unit, self.units
-    at = Mem(p.address(p.pointer("piece_slots"), pair, 8))
-    pieces = p.select(self.is_whole, 1, pieces)
-    p.store("global", at, [slot, pieces], when=self.is_first & self.thread.eq(0))
+    p = self.p
+    slot, pieces = self.work.piece()
+    at = Mem(p.address(p.pointer("piece_slots"), self._pair(), 8))
+    p.store("global", at, [slot, pieces], when=self.work.is_first & self.thread.eq(0))
     return slot
 
-  def _store(self, pair, slot, head, column, out, lse, real) -> None:
+  def _store(self, slot, head, column, out, lse, real) -> None:
     p, group, dim = self.p, self.problem.group, self.problem.values.head_dim
-    whole, piece = self.is_whole, ~self.is_whole
+    whole, piece = self.work.is_whole, ~self.work.is_whole
     if real is not None:
       whole, piece = whole & real, piece & real
-    first = column.eq(0)
-    row = pair * group + head
-    store_out(p, self.problem.out_dtype, row * dim + column, out, whole)
-    at = Mem(p.address(p.pointer("lse"), row, 4))
-    p.store("global", at, [lse * (1.0 / LOG2_E)], when=whole & first)
-    row = slot * group + head
-    at = Mem(p.address(p.pointer("pieces"), row * dim + column, 4))
-    p.store("global", at, [out], when=piece)
-    p.store("global", Mem(p.address(p.pointer("piece_lse"), row, 4)), [lse], when=piece & first)
-
-
-def q_as_f16(p: Ptx, operands: list[list[Reg]]) -> tuple[list[list[Reg]], Reg]:
-  """A lane's quarter of a row of q, bf16 pairs, as float16 pairs in a unit of the row.
-
-  Args:
-    operands: what is added up to q; the row's largest value, of all, becomes 2^14 to 2^15.
-
-  Returns:
-    The operands in the unit, and the unit.
-  """
-  largest = largest_of(p, operands)
-  for step in (1, 2):  # over the lanes that have the row
-    largest = p.maximum(largest, p.shuffle_xor(largest, step))
-  inverse, unit = unit_for(p, largest, Q_EXPONENT)
-  return [to_f16(p, words, inverse) for words in operands], unit
-
-
-def store_out(p: Ptx, dtype: str, index: Reg, value: Reg, when: Reg) -> None:
-  """Stores a float32 as an element of `out`."""
-  if dtype == "float32":
-    p.store("global", Mem(p.address(p.pointer("out"), index, 4)), [value], when=when)
-    return
-  op = {"bfloat16": "cvt.rn.bf16x2.f32", "float16": "cvt.rn.f16x2.f32"}[dtype]
-  half = p.new("r", op, 0.0, value)
-  p.store("global", Mem(p.address(p.pointer("out"), index, 2)), [half], size=2, when=when)
+    row = self._pair() * group + head
+    store_result(p, self.problem.out_dtype, dim, row, column, [out], lse, whole)
+    store_piece(p, dim, slot * group + head, column, [out], lse, piece)

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from nvfp4_pallas.kernels.decode_attend import LOG2_E, NEG_INF
 from nvfp4_pallas.kernels.decode_layout import THREADS, WARPS
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
+from nvfp4_pallas.kernels.results import NEG_INF, store_result
 
 POINTERS_IN = ("kv_lens", "pieces", "piece_lse", "piece_slots")
 POINTERS_OUT = ("out", "lse")
@@ -97,15 +97,15 @@ def join_row(p: Ptx, j: Join, kv_len, first, pieces, row, piece_row, lane, warp,
   with p.scope() as scope:
     with p.when(kv_len.eq(0)):
       zeros = [p.f32(0.0) for _ in range(j.head_dim // 32)]
-      _store(p, j, row, lane, zeros, p.f32(NEG_INF), part.eq(0))
+      _store(p, j, row, lane, zeros, p.f32(NEG_INF), part)
     scope.leave_if(kv_len.eq(0))
     scope.leave_if(pieces.eq(1))
     out, top, total = _add_pieces(p, j, first, pieces, piece_row, lane, part)
     if j.warps > 1:
       out, top, total = _add_warps(p, j, warp, lane, out, top, total)
     scale = p.select(total.eq(0.0), 0.0, p.reciprocal(total))
-    lse = (top + p.log2(total)) * (1.0 / LOG2_E)
-    _store(p, j, row, lane, [x * scale for x in out], lse, part.eq(0))
+    lse = top + p.log2(total)
+    _store(p, j, row, lane, [x * scale for x in out], lse, part)
 
 
 def _add_pieces(
@@ -170,14 +170,6 @@ def _add_warps(p: Ptx, j: Join, warp, lane, out, top, total) -> tuple[list[Reg],
   return new_out, new_top, new_total
 
 
-def _store(p: Ptx, j: Join, row, lane, values: list[Reg], lse: Reg, when: Reg) -> None:
-  size = 4 if j.out_dtype == "float32" else 2
-  at = p.address(p.pointer("out"), row * 32 + lane, size * len(values))
-  if size == 2:
-    op = {"bfloat16": "cvt.rn.bf16x2.f32", "float16": "cvt.rn.f16x2.f32"}[j.out_dtype]
-    pairs = zip(values[::2], values[1::2], strict=True)
-    values = [p.new("r", op, high, low) for low, high in pairs]
-  for start in range(0, len(values), 4):
-    p.store("global", Mem(at, 4 * start), values[start : start + 4], when=when)
-  first = when & lane.eq(0)
-  p.store("global", Mem(p.address(p.pointer("lse"), row, 4)), [lse], when=first)
+def _store(p: Ptx, j: Join, row, lane, values: list[Reg], lse: Reg, part: Reg) -> None:
+  column = lane * len(values)
+  store_result(p, j.out_dtype, j.head_dim, row, column, values, lse, part.eq(0))

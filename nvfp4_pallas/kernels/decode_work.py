@@ -34,7 +34,7 @@ class Cut:
     num_seqs, kv_heads: of the batch.
     tile: keys of a tile.
     blocks: of threads.
-    window: keys that are seen, or None for all.
+    window: keys that a token sees, or None for all.
     unit: tiles of a unit.
     batch_invariant: units are segments, so that another batch does not move their ends.
   """
@@ -55,21 +55,21 @@ class Cut:
     units = -(-keys // (self.tile * self.unit)) + 1
     return self.num_seqs * self.kv_heads * units
 
-  def first_tile(self, p: Ptx, kv_len: Reg) -> Reg | None:
-    """Of the keys in the window; None for 0."""
+  def first_tile(self, p: Ptx, kv_len: Reg, q_len: Reg | None = None) -> Reg | None:
+    """Of the keys that the first of q_len new tokens sees (None: of one); None for 0."""
     if self.window is None:
       return None
-    begin = p.select(kv_len > self.window, kv_len - self.window, 0)
-    return begin // self.tile
+    unseen = kv_len - self.window if q_len is None else kv_len + 1 - q_len - self.window
+    return p.select(unseen.above(0), unseen, 0) // self.tile
 
-  def tiles(self, p: Ptx, kv_len: Reg) -> Reg:
+  def tiles(self, p: Ptx, kv_len: Reg, q_len: Reg | None = None) -> Reg:
     """That a sequence needs, from the first in the window."""
     end = p.cdiv(kv_len, self.tile)
-    first = self.first_tile(p, kv_len)
+    first = self.first_tile(p, kv_len, q_len)
     return end if first is None else end - first
 
-  def units(self, p: Ptx, kv_len: Reg) -> Reg:
-    return p.cdiv(self.tiles(p, kv_len), self.unit)
+  def units(self, p: Ptx, kv_len: Reg, q_len: Reg | None = None) -> Reg:
+    return p.cdiv(self.tiles(p, kv_len, q_len), self.unit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,21 +97,14 @@ class Run:
     return p.select(unit < of_longer, unit // long, later)
 
 
-def find_run(
-  p: Ptx,
-  cut: Cut,
-  block: Reg,
-  lane: Reg,
-  kv_lens: Reg,
-  scope: Scope,
-  units_of: Callable[[Reg, Reg], Reg] | None = None,
-) -> Run:
+def find_run(p: Ptx, cut: Cut, lane: Reg, scope: Scope, units_of: Callable[[Reg, Reg], Reg]) -> Run:
   """The block's run of units; leaves the scope when there are none.
 
   Args:
-    units_of: the units of a KV head of a sequence, of its number and kv_len, where those are not
-      cut.units. The sequence may be one past the last.
+    units_of: the units of a KV head of a sequence, of its number, which may be one past the last,
+      and its kv_len.
   """
+  block, kv_lens = p.program, p.pointer("kv_lens")
   group = min(-(-cut.num_seqs // LANES), AT_ONCE)
   starts = range(0, cut.num_seqs, group * LANES)
 
@@ -124,8 +117,6 @@ def find_run(
       at = p.address(kv_lens, seq, 4)
       p.load_into([length], "global.nc", Mem(at), when=seq < cut.num_seqs)
       found.append((seq, length))
-    if units_of is None:
-      return [cut.units(p, length) for _, length in found]
     return [units_of(seq, length) for seq, length in found]
 
   def visit(body) -> None:

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
-from nvfp4_pallas.kernels.ptx import Ptx, Reg
+from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
 
 Q_EXPONENT = 14  # the largest value in a unit is 2^14 or more and below 2^15: float16's upper end
+
+
+def load_quarters(
+  p: Ptx, row: Reg, quarter: Reg, *, operands: int, dim: int, negate: bool
+) -> list[list[Reg]]:
+  """A quarter of the columns of each operand of a row of q, bf16 pairs.
+
+  Args:
+    negate: where sm_scale is negative, as programs take scores to have the order of their scaled
+      ones.
+  """
+  loaded, nbytes = [], dim // 4 * 2
+  for operand in range(operands):
+    at = p.address(p.pointer("q"), (row * operands + operand) * 4 + quarter, nbytes)
+    words = []
+    for start in range(0, nbytes, 16):
+      words += p.load("global.nc", Mem(at, start), 4)
+    loaded.append([word ^ "0x80008000" for word in words] if negate else words)
+  return loaded
 
 
 def in_order(p: Ptx, words: list[Reg], order: list[tuple[int, int]]) -> list[Reg]:
@@ -55,3 +74,19 @@ def to_f16(p: Ptx, words: list[Reg], factor: Reg) -> list[Reg]:
     return value * factor
 
   return [p.pack("f16", scaled(word << 16), scaled(word & 0xFFFF0000)) for word in words]
+
+
+def q_as_f16(p: Ptx, operands: list[list[Reg]]) -> tuple[list[list[Reg]], Reg]:
+  """A lane's quarter of a row of q, bf16 pairs, as float16 pairs in a unit of the row.
+
+  Args:
+    operands: what is added up to q; the row's largest value, of all, becomes 2^14 to 2^15.
+
+  Returns:
+    The operands in the unit, and the unit.
+  """
+  largest = largest_of(p, operands)
+  for step in (1, 2):  # over the lanes that have the row
+    largest = p.maximum(largest, p.shuffle_xor(largest, step))
+  inverse, unit = unit_for(p, largest, Q_EXPONENT)
+  return [to_f16(p, words, inverse) for words in operands], unit

@@ -27,12 +27,21 @@ from __future__ import annotations
 
 import functools
 
-from nvfp4_pallas.kernels.decode_attend import LOG2_E, NEG_INF
-from nvfp4_pallas.kernels.decode_work import Cut, find_run
+from nvfp4_pallas.kernels import copies
+from nvfp4_pallas.kernels.decode_work import Cut
 from nvfp4_pallas.kernels.mma_fragments import Lane, NvFp4Fragments, e2m1_as_f16
 from nvfp4_pallas.kernels.page_walk import Pages, PageWalk
-from nvfp4_pallas.kernels.ptx import ALL_LANES, Mem, Ptx, Reg
-from nvfp4_pallas.kernels.q_operands import Q_EXPONENT, in_order, largest_of, to_f16, unit_for
+from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
+from nvfp4_pallas.kernels.q_operands import (
+  Q_EXPONENT,
+  in_order,
+  largest_of,
+  load_quarters,
+  to_f16,
+  unit_for,
+)
+from nvfp4_pallas.kernels.query_walk import QueryWalk
+from nvfp4_pallas.kernels.results import LOG2_E, NEG_INF, store_piece, store_result
 from nvfp4_pallas.kernels.tail_layout import (
   ALIGNMENT,
   CODES,
@@ -80,80 +89,22 @@ class _Attend:
     self.keys = NvFp4Fragments(HEAD_DIM)
     self._make_ring()
 
-    def units_of(seq, kv_len):
-      begin, end, real = p.u32(0), p.u32(0), seq < cut.num_seqs
-      at = p.address(p.pointer("cu_q_lens"), seq, 4)
-      p.load_into([begin], "global.nc", Mem(at), when=real)
-      p.load_into([end], "global.nc", Mem(at, 4), when=real)
-      q_len = end - begin
-      return p.cdiv(self._tiles(kv_len, q_len), cut.unit) * p.cdiv(q_len, tail.width)
-
     yes = p.u32(0)
     self.yes, self.no = yes.eq(0), yes.ne(0)
-    self.run = find_run(p, cut, p.program, index, p.pointer("kv_lens"), scope, units_of)
-    self.unit = p.u32(self.run.begin)
-    self.seq, self.kv_len, self.q_begin = p.u32(self.run.seq), p.u32(0), p.u32(0)
-    self.q_len, self.units = p.u32(0), p.u32(0)
-    self._load_seq()
-    inside = self.run.begin - self.run.seq_begin
-    # A sequence's query tiles and heads, tile by tile.
-    self.pair, self.unit_of_pair = p.u32(inside // self.units), p.u32(inside % self.units)
+    self.work = QueryWalk(
+      p, cut, index, scope, width=tail.width, group=tail.group, causal=tail.causal
+    )
     with p.loop() as segments:
       self._segment()
-      segments.leave_if(self.unit >= self.run.end)
+      segments.leave_if(self.work.at_end)
       p.emit("fence.proxy.async.shared::cta")
       p.sync(THREADS)
-      self._next_pair()
-
-  def _load_seq(self) -> None:
-    p = self.p
-    (kv_len,) = p.load("global.nc", Mem(p.address(p.pointer("kv_lens"), self.seq, 4)))
-    at = p.address(p.pointer("cu_q_lens"), self.seq, 4)
-    (begin,), (end,) = p.load("global.nc", Mem(at)), p.load("global.nc", Mem(at, 4))
-    p.set(self.kv_len, kv_len)
-    p.set(self.q_begin, begin)
-    p.set(self.q_len, end - begin)
-    p.set(self.units, p.cdiv(self._tiles(kv_len, end - begin), self.cut.unit))
-
-  def _first_tile(self, kv_len: Reg, q_len: Reg) -> Reg | int:
-    """Of the keys that the sequence's first new token sees."""
-    if self.tail.window is None:
-      return 0
-    unseen = kv_len + 1 - q_len - self.tail.window  # negative: none
-    return self.p.select(unseen.above(0), unseen, 0) // TILE
-
-  def _tiles(self, kv_len: Reg, q_len: Reg) -> Reg:
-    tiles, first = self.p.cdiv(kv_len, TILE), self._first_tile(kv_len, q_len)
-    return tiles - first if isinstance(first, Reg) else tiles
-
-  def _next_pair(self) -> None:
-    p = self.p
-    with p.when(self.unit_of_pair >= self.units):
-      p.set(self.unit_of_pair, 0)
-      p.set(self.pair, self.pair + 1)
-      pairs = p.cdiv(self.q_len, self.tail.width) * self.cut.kv_heads
-      with p.when(self.pair >= pairs):
-        p.set(self.pair, 0)
-        with p.loop() as empty:
-          p.set(self.seq, self.seq + 1)
-          self._load_seq()
-          empty.leave_if(self.units.ne(0) & self.q_len.ne(0))
+      self.work.next_pair()
 
   def _segment(self) -> None:
-    p, cut, tail = self.p, self.cut, self.tail
-    query_tile = self.pair // cut.kv_heads
-    self.head = self.pair - query_tile * cut.kv_heads
-    self.first_token = query_tile * tail.width  # of the sequence's
-    self.tokens = p.minimum(self.q_len - self.first_token, tail.width)
-    self.position = self.kv_len - self.q_len + self.first_token  # signed; of the first token
-
-    tiles = self._tiles(self.kv_len, self.q_len)
-    units = p.minimum(self.run.end - self.unit, self.units - self.unit_of_pair)
-    first = self.unit_of_pair * cut.unit
-    self.count = p.minimum(tiles - first, units * cut.unit)
-    self.is_first, self.is_whole = self.unit_of_pair.eq(0), self.count.eq(tiles)
-    self.first_tile = first + self._first_tile(self.kv_len, self.q_len)
-
+    p, tail = self.p, self.tail
+    self.work.start_segment()
+    self.first_tile, self.count = self.work.first_tile, self.work.count
     self._start_pages()
     with p.loop() as filling:
       filling.leave_if(self.issued >= p.minimum(self.count, tail.stages))
@@ -168,7 +119,7 @@ class _Attend:
     p.sync(THREADS)
 
     self.done, self.p_index = p.u32(0), p.u32(0)
-    self._wait(Mem(self.barriers + self.slot * 8), self.phase)
+    copies.wait(p, Mem(self.barriers + self.slot * 8), self.phase)
     self._multiply_keys(self.scores, self._stage(self.slot))
     p.emit("wgmma.wait_group.sync.aligned", 0)
     self._finish_scores(self.scores, self.first_tile * TILE)
@@ -179,8 +130,7 @@ class _Attend:
       tiles_left.leave_if(self.done >= self.count)
     p.emit("wgmma.wait_group.sync.aligned", 0)
     self._finish()
-    p.set(self.unit, self.unit + units)
-    p.set(self.unit_of_pair, self.unit_of_pair + units)
+    self.work.end_segment()
 
   # The ring of copies: K's codes and scales and V's, each started by one warp.
 
@@ -189,11 +139,7 @@ class _Attend:
     self.slot, self.phase, self.issue_slot = p.u32(0), p.u32(0), p.u32(0)
     self.barriers = self.smem + self.tail.barriers
     first_thread = self.thread.eq(0)
-    for slot in range(stages):
-      at = Mem(self.barriers, 8 * slot)
-      p.emit("mbarrier.init.shared::cta.b64", at, WARPS, when=first_thread)
-    p.emit("fence.mbarrier_init.release.cluster")
-    p.emit("fence.proxy.async.shared::cta")
+    copies.make_barriers(p, self.barriers, stages, WARPS, first_thread)
     p.sync(THREADS)
     # What this warp copies: its array, bytes of a tile, place in a stage.
     self.array = p.new("d", "mov.b64", p.pointer("k"))
@@ -219,9 +165,9 @@ class _Attend:
   def _start_pages(self) -> None:
     p, tail = self.p, self.tail
     pages = Pages(tail.page_size, tail.num_pages, self.cut.kv_heads, TILE, stride=1)
-    row = p.address(p.pointer("table"), self.seq, 4 * tail.max_pages)
+    row = p.address(p.pointer("table"), self.work.seq, 4 * tail.max_pages)
     self.walk = PageWalk(
-      p, pages, self.lane.index, row=row, kv_len=self.kv_len, first_tile=self.first_tile
+      p, pages, self.lane.index, row=row, kv_len=self.work.kv_len, first_tile=self.first_tile
     )
     self.pages_of_tile = pages.of_tile
     self.issued = p.u32(0)
@@ -231,34 +177,17 @@ class _Attend:
     p = self.p
     self.walk.reach(self.issued)
     # Made anew each time, as registers are short.
-    policy = p.new("d", "createpolicy.fractional.L2::evict_first.b64", 1.0)
+    policy = copies.evict_first(p)
     barrier = Mem(self.barriers + self.issue_slot * 8)
-    op = "mbarrier.arrive.expect_tx.shared::cta.b64"
-    p.emit(op, "_", barrier, self.array_bytes, when=self.first_lane)
+    copies.announce(p, barrier, self.array_bytes, self.first_lane)
     copied = self.array_bytes // self.pages_of_tile
     target = self._stage(self.issue_slot) + self.array_place
-    for i, run in enumerate(self.walk.runs(self.issued, self.head)):
+    for i, run in enumerate(self.walk.runs(self.issued, self.work.head)):
       target = target + copied if i else target
-      p.emit(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint",
-        Mem(target),
-        Mem(p.new("d", "mad.wide.u32", run, copied, self.array)),
-        copied,
-        barrier,
-        policy,
-        when=self.first_lane,
-      )
+      source = p.new("d", "mad.wide.u32", run, copied, self.array)
+      copies.start_copy(p, Mem(target), source, copied, barrier, policy, self.first_lane)
     p.set(self.issued, self.issued + 1)
     p.set(self.issue_slot, self._after(self.issue_slot))
-
-  def _is_full(self, barrier: Mem, phase: Reg) -> Reg:
-    p = self.p
-    ready = p.new("p", "mbarrier.try_wait.parity.shared::cta.b64", barrier, phase)
-    return p.new("p", "vote.sync.all.pred", ready, ALL_LANES)
-
-  def _wait(self, barrier: Mem, phase: Reg) -> None:
-    with self.p.loop() as polling:
-      polling.leave_if(self._is_full(barrier, phase))
 
   # Right operands in shared memory: rows of 128 bytes, K-major, swizzled.
 
@@ -278,26 +207,18 @@ class _Attend:
     of 16 columns has the pairs 2 i and 2 i + 1 of it at 2 c and 2 c + 8.
     """
     p, tail = self.p, self.tail
-    quarter = HEAD_DIM // 4
-    heads = self.cut.kv_heads * tail.group
     items = []
     for start in range(0, 4 * tail.rows, THREADS):
       item = self.thread + start if start else self.thread
       row, c = item >> 2, item & 3
-      real = p.minimum(row, self.tokens * tail.group - 1)  # rows past the last one repeat it
-      token = real // tail.group
-      head = real - token * tail.group
-      q_row = (self.q_begin + self.first_token + token) * heads + (self.head * tail.group + head)
-      operands = []
-      for operand in range(tail.q_operands):
-        index = (q_row * tail.q_operands + operand) * 4 + c
-        at = p.address(p.pointer("q"), index, 2 * quarter)
-        words = []
-        for piece in range(0, 2 * quarter, 16):
-          words += p.load("global.nc", Mem(at, piece), 4)
-        if tail.sm_scale < 0:
-          words = [word ^ "0x80008000" for word in words]
-        operands.append(words)
+      operands = load_quarters(
+        p,
+        self.work.q_row(self.work.row_or_last(row)),  # rows past the last one repeat it
+        c,
+        operands=tail.q_operands,
+        dim=HEAD_DIM,
+        negate=tail.sm_scale < 0,
+      )
       items.append((row, c, operands, start))
 
     largest = p.u32(0)
@@ -316,7 +237,9 @@ class _Attend:
         pairs = in_order(p, to_f16(p, words, inverse), self.keys.word_pairs())
         self._store_q_row(operand, row, c, pairs, inside)
 
-    (k_global,) = p.load("global.nc", Mem(p.address(p.pointer("k_global"), self.head, 4)), kind="f")
+    (k_global,) = p.load(
+      "global.nc", Mem(p.address(p.pointer("k_global"), self.work.head, 4)), kind="f"
+    )
     scale = k_global * (abs(tail.sm_scale) * LOG2_E * self.keys.unit) * unit
     # Where it underflows, so do scores; but 0 times the -inf of a key that is not seen is NaN.
     self.scale = p.select(scale.eq(0.0), 2.0**-126, scale)
@@ -371,7 +294,7 @@ class _Attend:
     next_slot = p.select(last, self.slot, self._after(self.slot))
     next_phase = p.select(last, self.phase, p.select(flips, self.phase ^ 1, self.phase))
     next_full = Mem(self.barriers + next_slot * 8)
-    is_full = self._is_full(next_full, next_phase)  # asked early, as the answer takes a while
+    is_full = copies.is_over(p, next_full, next_phase)  # asked early, as the answer takes a while
 
     raw_v_scales = self._load_v_scales(stage, key)
     self._store_probabilities(self.scores)
@@ -379,7 +302,7 @@ class _Attend:
     p.emit("fence.proxy.async.shared::cta")
     p.sync_warp()
     with p.when(is_full, unless=True):
-      self._wait(next_full, next_phase)
+      copies.wait(p, next_full, next_phase)
     self._multiply_keys(self.scores, self._stage(next_slot))
     # P is there, and all warps are past the stage before this one.
     with p.when(p.new("p", "bar.red.or.pred", 0, THREADS, self.too_large)):
@@ -459,26 +382,14 @@ class _Attend:
   def _mask(self, scores: list[Reg], key: Reg) -> None:
     """-inf where a row does not see a key, in tiles that have such."""
     p, tail = self.p, self.tail
-    newest = self.position if tail.causal else self.kv_len - 1  # of what the first row sees
-    partial = (key + (TILE - 1)).above(newest)
-    if tail.window is not None:
-      # The last row's window begins latest.
-      latest = self.position + self.tokens - tail.window
-      partial = partial | latest.above(key)
     mine = key + self.warp * 16 + self.lane.g
-    with p.when(partial):
+    with p.when(self.work.is_partial(key)):
       for j in range(tail.rows // 8):
         for k in range(2):
-          token = (self.lane.c * 2 + (8 * j + k)) // tail.group
-          position = self.position + token
-          end = position if tail.causal else newest
+          unseen = self.work.unseen_by(self.lane.c * 2 + (8 * j + k))
           for half in range(2):
-            of_half = mine + 8 * half if half else mine
-            unseen = of_half.above(end)
-            if tail.window is not None:
-              unseen = unseen | (position - (tail.window - 1)).above(of_half)
             x = scores[4 * j + 2 * half + k]
-            p.set(x, p.select(unseen, NEG_INF, x))
+            p.set(x, p.select(unseen(mine + 8 * half if half else mine), NEG_INF, x))
 
   def _set_references(self, scores: list[Reg]) -> None:
     """References of the rows, from their largest in this tile; O and sums follow."""
@@ -516,19 +427,13 @@ class _Attend:
 
   def _load_v_scales(self, stage: Reg, key: Reg) -> list[Reg]:
     """Scales of the warp's two blocks of V, of two keys for each lane; 0 where no row sees them."""
-    p, tail = self.p, self.tail
+    p = self.p
     at = stage + (self.lane.index * 16 + self.warp * 2)
-    end = self.kv_len
-    if tail.causal:
-      end = p.new("r", "min.s32", end, self.position + self.tokens)
-    of_keys = []
+    unseen, of_keys = self.work.unseen_by_all(), []
     for i in range(2):
       (both,) = p.load("shared", Mem(at, 2 * CODES + SCALES + 8 * i), size=2)
       of_key = key + self.lane.index * 2 + i if i else key + self.lane.index * 2
-      unseen = (of_key + 1).above(end)
-      if tail.window is not None:
-        unseen = unseen | (self.position - (tail.window - 1)).above(of_key)
-      of_keys.append(p.select(unseen, 0, both))
+      of_keys.append(p.select(unseen(of_key), 0, both))
     return of_keys
 
   def _convert_v_scales(self, of_keys: list[Reg]) -> None:
@@ -597,9 +502,11 @@ class _Attend:
       place = Mem(at + self.warp * (4 * tail.rows), tail.reduction + 4 * (8 * j + k))
       p.store("shared", place, [total], when=self.lane.g.eq(0))
     p.sync(THREADS)
-    (v_global,) = p.load("global.nc", Mem(p.address(p.pointer("v_global"), self.head, 4)), kind="f")
+    (v_global,) = p.load(
+      "global.nc", Mem(p.address(p.pointer("v_global"), self.work.head, 4)), kind="f"
+    )
     out_scale = v_global * self.keys.unit
-    slot = self._slot()
+    slot = self.work.tell_pieces(self.thread)
     for j, k in columns:
       sums = [
         p.load("shared", Mem(at, tail.reduction + 4 * (8 * j + k + w * tail.rows)), kind="f")[0]
@@ -616,39 +523,9 @@ class _Attend:
   def _store_row(self, row: Reg, slot: Reg, values: list[Reg], lse: Reg) -> None:
     """Four columns of a row, 32 w + 4 g and on."""
     p, tail = self.p, self.tail
-    real = row < self.tokens * tail.group
-    whole, piece = real & self.is_whole, real & ~self.is_whole
-    first = self.thread < 4  # has column 0 of the lane's rows
+    real = self.work.is_row(row)
+    whole, piece = real & self.work.is_whole, real & ~self.work.is_whole
     column = self.warp * 32 + self.lane.g * 4
-    token = row // tail.group
-    head = row - token * tail.group + self.head * tail.group
-    out_row = (self.q_begin + self.first_token + token) * (self.cut.kv_heads * tail.group) + head
-    self._store_out(out_row * HEAD_DIM + column, values, whole)
-    at = Mem(p.address(p.pointer("lse"), out_row, 4))
-    p.store("global", at, [lse * (1.0 / LOG2_E)], when=whole & first)
-    piece_row = slot * tail.rows + row
-    at = Mem(p.address(p.pointer("pieces"), piece_row * HEAD_DIM + column, 4))
-    p.store("global", at, values, when=piece)
-    at = Mem(p.address(p.pointer("piece_lse"), piece_row, 4))
-    p.store("global", at, [lse], when=piece & first)
-
-  def _store_out(self, index: Reg, values: list[Reg], when: Reg) -> None:
-    p, dtype = self.p, self.tail.out_dtype
-    if dtype != "float32":
-      half = {"bfloat16": "bf16", "float16": "f16"}[dtype]
-      values = [p.pack(half, a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
-    at = p.address(p.pointer("out"), index, 4 if dtype == "float32" else 2)
-    p.store("global", Mem(at), values, when=when)
-
-  def _slot(self) -> Reg:
-    """The piece's slot; the first piece also tells the join, for each token, where pieces are."""
-    p, tail, run = self.p, self.tail, self.run
-    slot = p.program * 2 + p.select(self.is_first, 1, 0)
-    last = run.block_of(p, self.unit + self.units - 1)
-    pieces = p.select(self.is_whole, 1, last - p.program + 1)
-    mine = self.is_first & (self.thread < self.tokens)
-    token = self.q_begin + self.first_token + self.thread
-    at = Mem(p.address(p.pointer("piece_slots"), token * self.cut.kv_heads + self.head, 16))
-    first_row = self.thread * tail.group
-    p.store("global", at, [slot, pieces, first_row, p.u32(0)], when=mine)
-    return slot
+    out_row = self.work.q_row(row)
+    store_result(p, tail.out_dtype, HEAD_DIM, out_row, column, values, lse, whole)
+    store_piece(p, HEAD_DIM, slot * tail.rows + row, column, values, lse, piece)

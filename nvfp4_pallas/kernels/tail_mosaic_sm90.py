@@ -149,7 +149,7 @@ def kernels(
     kv_heads=kv_heads,
     tile=SHORT_TILE if short else TILE,
     blocks=config.blocks,
-    window=None,  # the programs count tiles themselves, as windows begin at the first new token
+    window=spec.window,
     unit=WARPS if short else 1,
     batch_invariant=False,
   )

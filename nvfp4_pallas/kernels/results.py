@@ -1,0 +1,43 @@
+"""Rows of attention's result, or of pieces of it, to device memory. PTX.
+
+Programs and pieces have lse in log2 units, the result has the natural one.
+"""
+
+from __future__ import annotations
+
+import math
+
+from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
+
+NEG_INF = float("-inf")
+LOG2_E = math.log2(math.e)
+_HALVES = {"bfloat16": "bf16", "float16": "f16"}
+
+
+def store_result(
+  p: Ptx, dtype: str, dim: int, row: Reg, column: Reg, values: list[Reg], lse: Reg, when: Reg
+) -> None:
+  """Neighbouring columns, one or an even number, of a row of `out`; with column 0 its `lse`."""
+  size = 2 if dtype in _HALVES else 4
+  at = p.address(p.pointer("out"), row * dim + column, size)
+  if size == 4:
+    _store(p, at, values, when)
+  elif len(values) == 1:
+    p.store("global", Mem(at), [p.pack(_HALVES[dtype], values[0], 0.0)], size=2, when=when)
+  else:
+    pairs = zip(values[::2], values[1::2], strict=True)
+    _store(p, at, [p.pack(_HALVES[dtype], *pair) for pair in pairs], when)
+  _store(p, p.address(p.pointer("lse"), row, 4), [lse * (1.0 / LOG2_E)], when & column.eq(0))
+
+
+def store_piece(
+  p: Ptx, dim: int, row: Reg, column: Reg, values: list[Reg], lse: Reg, when: Reg
+) -> None:
+  """Neighbouring columns of a row of `pieces`; with column 0 its `piece_lse`."""
+  _store(p, p.address(p.pointer("pieces"), row * dim + column, 4), values, when)
+  _store(p, p.address(p.pointer("piece_lse"), row, 4), [lse], when & column.eq(0))
+
+
+def _store(p: Ptx, at: Reg, words: list[Reg], when: Reg) -> None:
+  for start in range(0, len(words), 4):
+    p.store("global", Mem(at, 4 * start), words[start : start + 4], when=when)
