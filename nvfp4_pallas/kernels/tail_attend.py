@@ -26,11 +26,12 @@ Registers: 64 for O, 32 for S, 32 each for K and V in flight, at 64 rows.
 from __future__ import annotations
 
 import functools
+import operator
+from collections.abc import Callable
 
-from nvfp4_pallas.kernels import copies
+from nvfp4_pallas.kernels import copies, wgmma
 from nvfp4_pallas.kernels.decode_work import Cut
 from nvfp4_pallas.kernels.mma_fragments import Lane, NvFp4Fragments, e2m1_as_f16
-from nvfp4_pallas.kernels.page_walk import Pages, PageWalk
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
 from nvfp4_pallas.kernels.q_operands import (
   Q_EXPONENT,
@@ -43,18 +44,17 @@ from nvfp4_pallas.kernels.q_operands import (
 from nvfp4_pallas.kernels.query_walk import QueryWalk
 from nvfp4_pallas.kernels.results import LOG2_E, NEG_INF, store_piece, store_result
 from nvfp4_pallas.kernels.tail_layout import (
-  ALIGNMENT,
   CODES,
   HEAD_DIM,
   P_BUFFERS,
   SCALES,
-  STAGE,
   THREADS,
   TILE,
   V_SCALE_BYTES,
   WARPS,
   Tail,
 )
+from nvfp4_pallas.kernels.tail_ring import TailRing
 
 HEADROOM = 10.0  # log2 of the largest P of a row's first tile
 NO_REFERENCE = 1e30
@@ -78,7 +78,7 @@ class _Attend:
 
   def _run(self, scope) -> None:
     p, cut, tail = self.p, self.cut, self.tail
-    self.smem = (p.smem + (ALIGNMENT - 1)) & ~(ALIGNMENT - 1) % 2**32
+    self.smem = (p.smem + (wgmma.ALIGNMENT - 1)) & ~(wgmma.ALIGNMENT - 1) % 2**32
     self.thread = p.new("r", "mov.u32", "%tid.x")
     self.warp = p.from_lane(self.thread >> 5, 0)
     index = self.thread & 31
@@ -87,7 +87,7 @@ class _Attend:
     self.lane = Lane(index, g, c, g, (c * 2, c * 2 + 1))
     self.first_lane = index.eq(0)
     self.keys = NvFp4Fragments(HEAD_DIM)
-    self._make_ring()
+    self.ring = TailRing(p, tail, cut.kv_heads, self.smem, self.warp, index)
 
     yes = p.u32(0)
     self.yes, self.no = yes.eq(0), yes.ne(0)
@@ -105,10 +105,7 @@ class _Attend:
     p, tail = self.p, self.tail
     self.work.start_segment()
     self.first_tile, self.count = self.work.first_tile, self.work.count
-    self._start_pages()
-    with p.loop() as filling:
-      filling.leave_if(self.issued >= p.minimum(self.count, tail.stages))
-      self._issue()
+    self.ring.start(self.work)
     self._load_q()
     rows = tail.rows
     self.out = [[p.f32(0.0) for _ in range(rows // 2)] for _ in range(2)]
@@ -119,86 +116,20 @@ class _Attend:
     p.sync(THREADS)
 
     self.done, self.p_index = p.u32(0), p.u32(0)
-    copies.wait(p, Mem(self.barriers + self.slot * 8), self.phase)
-    self._multiply_keys(self.scores, self._stage(self.slot))
-    p.emit("wgmma.wait_group.sync.aligned", 0)
+    copies.wait(p, self.ring.barrier(self.ring.slot), self.ring.phase)
+    self._multiply_keys(self.scores, self.ring.stage(self.ring.slot))
+    wgmma.wait(p, 0)
     self._finish_scores(self.scores, self.first_tile * TILE)
     self._set_references(self.scores)
     with p.loop() as tiles_left:
       self._tile()
       p.set(self.done, self.done + 1)
       tiles_left.leave_if(self.done >= self.count)
-    p.emit("wgmma.wait_group.sync.aligned", 0)
+    wgmma.wait(p, 0)
     self._finish()
     self.work.end_segment()
 
-  # The ring of copies: K's codes and scales and V's, each started by one warp.
-
-  def _make_ring(self) -> None:
-    p, stages = self.p, self.tail.stages
-    self.slot, self.phase, self.issue_slot = p.u32(0), p.u32(0), p.u32(0)
-    self.barriers = self.smem + self.tail.barriers
-    first_thread = self.thread.eq(0)
-    copies.make_barriers(p, self.barriers, stages, WARPS, first_thread)
-    p.sync(THREADS)
-    # What this warp copies: its array, bytes of a tile, place in a stage.
-    self.array = p.new("d", "mov.b64", p.pointer("k"))
-    self.array_bytes, self.array_place = p.u32(CODES), p.u32(0)
-    for i, (name, nbytes, place) in enumerate(
-      (
-        ("k_scale", SCALES, 2 * CODES),
-        ("v", CODES, CODES),
-        ("v_scale", SCALES, 2 * CODES + SCALES),
-      )
-    ):
-      mine = self.warp.eq(i + 1)
-      p.set(self.array, p.pointer(name), when=mine)
-      p.set(self.array_bytes, nbytes, when=mine)
-      p.set(self.array_place, place, when=mine)
-
-  def _stage(self, slot: Reg) -> Reg:
-    return self.p.mad(slot, STAGE, self.smem + self.tail.ring)
-
-  def _after(self, slot: Reg) -> Reg:
-    return self.p.select(slot.eq(self.tail.stages - 1), 0, slot + 1)
-
-  def _start_pages(self) -> None:
-    p, tail = self.p, self.tail
-    pages = Pages(tail.page_size, tail.num_pages, self.cut.kv_heads, TILE, stride=1)
-    row = p.address(p.pointer("table"), self.work.seq, 4 * tail.max_pages)
-    self.walk = PageWalk(
-      p, pages, self.lane.index, row=row, kv_len=self.work.kv_len, first_tile=self.first_tile
-    )
-    self.pages_of_tile = pages.of_tile
-    self.issued = p.u32(0)
-
-  def _issue(self) -> None:
-    """Starts this warp's copy for the next tile."""
-    p = self.p
-    self.walk.reach(self.issued)
-    # Made anew each time, as registers are short.
-    policy = copies.evict_first(p)
-    barrier = Mem(self.barriers + self.issue_slot * 8)
-    copies.announce(p, barrier, self.array_bytes, self.first_lane)
-    copied = self.array_bytes // self.pages_of_tile
-    target = self._stage(self.issue_slot) + self.array_place
-    for i, run in enumerate(self.walk.runs(self.issued, self.work.head)):
-      target = target + copied if i else target
-      source = p.new("d", "mad.wide.u32", run, copied, self.array)
-      copies.start_copy(p, Mem(target), source, copied, barrier, policy, self.first_lane)
-    p.set(self.issued, self.issued + 1)
-    p.set(self.issue_slot, self._after(self.issue_slot))
-
-  # Right operands in shared memory: rows of 128 bytes, K-major, swizzled.
-
-  def _descriptor(self, address: Reg) -> Reg:
-    """The low word of a matrix descriptor: address / 16; of 8 rows, groups of which follow."""
-    return ((address & 0x3FFFF) >> 4) | 0x10000
-
-  def _matrix(self, low: Reg, offset: int) -> Reg:
-    swizzle_128_bytes, group_stride = 1 << 30, (8 * 128) >> 4
-    low = low + (offset >> 4) if offset else low
-    return self.p.new("d", "mov.b64", [low, swizzle_128_bytes | group_stride])
+  # q, in shared memory.
 
   def _load_q(self) -> None:
     """q to shared memory, its columns in the order in which K comes out of its words.
@@ -249,13 +180,11 @@ class _Attend:
       p.store("shared", place, [p.f32(NO_REFERENCE)], when=real)
 
   def _store_q_row(self, operand: int, row: Reg, c: Reg, pairs: list[Reg], inside) -> None:
-    p, tail = self.p, self.tail
-    base = self.smem + (row * 128 + c * 4)
-    swizzle = (row & 7) * 16
+    base = self.smem + (row * wgmma.ROW + c * 4)
     for i, pair in enumerate(pairs):
-      half, place = divmod(i * 16, 128)  # of 64 columns, and in its row of 128 bytes
-      offset = operand * tail.rows * 256 + half * tail.rows * 128
-      p.store("shared", Mem(base + (swizzle ^ place), offset), [pair], when=inside)
+      part, k_bytes = divmod(16 * i, wgmma.ROW)
+      at = Mem(base + wgmma.place(row, k_bytes), self.tail.q_place(operand, part))
+      self.p.store("shared", at, [pair], when=inside)
 
   # One tile.
 
@@ -265,35 +194,33 @@ class _Attend:
     codes = stage + self.warp * (CODES // WARPS)
     scales = stage + (self.warp * (SCALES // WARPS) + 2 * CODES)
     top, bottom = (self.keys.key_words(p, self.lane, codes, scales, half) for half in (0, 8))
-    low = self._descriptor(self.smem)
+    low = wgmma.descriptor(self.smem)
     fresh = True
     for word in range(HEAD_DIM // 4 // 8):
       pairs = [self.keys.widen_word(p, *of_row[word]) for of_row in (top, bottom)]
-      p.emit("wgmma.fence.sync.aligned")
+      wgmma.begin(p)
       for step in range(2):
         i = 2 * word + step  # of 16 columns
         near, far = (of_row[2 * step : 2 * step + 2] for of_row in pairs)
         for operand in range(tail.q_operands):
-          offset = operand * tail.rows * 256 + (i // 4) * tail.rows * 128 + (i % 4) * 32
+          part, k_bytes = divmod(i * wgmma.STEP, wgmma.ROW)
+          b = wgmma.right(p, low, tail.q_place(operand, part) + k_bytes)
           a = [near[0], far[0], near[1], far[1]]
-          self._wgmma(scores, a, self._matrix(low, offset), accumulate=not fresh)
+          wgmma.multiply(p, scores, a, b, self.no if fresh else self.yes)
           fresh = False
-    p.emit("wgmma.commit_group.sync.aligned")
-
-  def _wgmma(self, acc: list[Reg], a: list[Reg], b: Reg, accumulate: bool = True) -> None:
-    op = f"wgmma.mma_async.sync.aligned.m64n{self.tail.rows}k16.f32.f16.f16"
-    self.p.emit(op, acc, a, b, self.yes if accumulate else self.no, 1, 1, 0)
+    wgmma.commit(p)
 
   def _tile(self) -> None:
-    p, tail = self.p, self.tail
+    p, ring = self.p, self.ring
     key = (self.first_tile + self.done) * TILE
-    stage = self._stage(self.slot)
+    stage = ring.stage(ring.slot)
     # S of the next tile comes first; of the last one once more where there is none.
     last = (self.done + 1) >= self.count
-    flips = self.slot.eq(tail.stages - 1)
-    next_slot = p.select(last, self.slot, self._after(self.slot))
-    next_phase = p.select(last, self.phase, p.select(flips, self.phase ^ 1, self.phase))
-    next_full = Mem(self.barriers + next_slot * 8)
+    next_slot, next_phase = (
+      p.select(last, now, then)
+      for now, then in zip((ring.slot, ring.phase), ring.next(), strict=True)
+    )
+    next_full = ring.barrier(next_slot)
     is_full = copies.is_over(p, next_full, next_phase)  # asked early, as the answer takes a while
 
     raw_v_scales = self._load_v_scales(stage, key)
@@ -303,21 +230,20 @@ class _Attend:
     p.sync_warp()
     with p.when(is_full, unless=True):
       copies.wait(p, next_full, next_phase)
-    self._multiply_keys(self.scores, self._stage(next_slot))
+    self._multiply_keys(self.scores, ring.stage(next_slot))
     # P is there, and all warps are past the stage before this one.
     with p.when(p.new("p", "bar.red.or.pred", 0, THREADS, self.too_large)):
       self._do_again(stage, key)
     v_words, v_scales = self._load_v_words(stage), self._load_v_factors()
     for total, of_tile in zip(self.sum, self.tile_sums, strict=True):
       p.set(total, total + of_tile)
-    p.emit("wgmma.wait_group.sync.aligned", 1)  # O of the tile before: its V may go
+    wgmma.wait(p, 1)  # O of the tile before: its V may go
     self._multiply_values(v_words, v_scales)
-    with p.when(self.done.ne(0) & (self.issued < self.count)):
-      self._issue()
-    p.emit("wgmma.wait_group.sync.aligned", 1)  # S of the next tile
+    with p.when(self.done.ne(0) & (ring.issued < self.count)):
+      ring.issue()
+    wgmma.wait(p, 1)  # S of the next tile
     self._finish_scores(self.scores, p.select(last, key, key + TILE))
-    p.set(self.phase, p.select(flips, self.phase ^ 1, self.phase))
-    p.set(self.slot, self._after(self.slot))
+    ring.advance()
     p.set(self.p_index, p.select(self.p_index.eq(P_BUFFERS - 1), 0, self.p_index + 1))
 
   def _finish_scores(self, scores: list[Reg], key: Reg) -> None:
@@ -329,10 +255,10 @@ class _Attend:
   def _do_again(self, stage: Reg, key: Reg) -> None:
     """P of a tile with new references. Its scores are gone, those of the next tile are there."""
     p = self.p
-    p.emit("wgmma.wait_group.sync.aligned", 0)
+    wgmma.wait(p, 0)
     scores = p.registers("f", self.tail.rows // 2)
     self._multiply_keys(scores, stage)
-    p.emit("wgmma.wait_group.sync.aligned", 0)
+    wgmma.wait(p, 0)
     self._finish_scores(scores, key)
     self._set_references(scores)
     self._store_probabilities(scores)
@@ -394,36 +320,45 @@ class _Attend:
   def _set_references(self, scores: list[Reg]) -> None:
     """References of the rows, from their largest in this tile; O and sums follow."""
     p, tail = self.p, self.tail
-    p.emit("wgmma.wait_group.sync.aligned", 0)
-    first_key = self.lane.g.eq(0)
-    columns = [(j, k) for j in range(tail.rows // 8) for k in range(2)]
-    mine = self.smem + self.lane.c * 8 + self.warp * (4 * tail.rows)
-    for j, k in columns:
-      top = p.maximum(scores[4 * j + k], scores[4 * j + 2 + k])
-      for step in (4, 8, 16):
-        top = p.maximum(top, p.shuffle_xor(top, step))
-      at = Mem(mine, tail.reduction + 4 * (8 * j + k))
-      p.store("shared", at, [top], when=first_key)
-    p.sync(THREADS)
+    wgmma.wait(p, 0)
+    columns = self._columns
+    tops = [p.maximum(scores[4 * j + k], scores[4 * j + 2 + k]) for j, k in columns]
+    self._meet(tops, p.maximum)
     references = []
     for j, k in columns:
-      at = self.smem + self.lane.c * 8
-      tops = [
-        p.load("shared", Mem(at, tail.reduction + 4 * (8 * j + k + w * tail.rows)), kind="f")[0]
-        for w in range(WARPS)
-      ]
       (old,) = self._references(4 * (2 * j + k), 1)
-      new = p.minimum(p.fma(p.max_of(tops), self._factor * -1.0, HEADROOM), old)
+      new = p.minimum(p.fma(p.max_of(self._of_warps(j, k)), self._factor * -1.0, HEADROOM), old)
       shrink = p.exp2(new - old)
       for x in [self.sum[2 * j + k], *(o[4 * j + k + half] for o in self.out for half in (0, 2))]:
         p.set(x, x * shrink)
       references.append(new)
     p.sync(THREADS)
-    one = first_key & self.warp.eq(0)
+    one = self.lane.g.eq(0) & self.warp.eq(0)
     at = self.smem + self.lane.c * tail.reference_stride
     for (j, k), new in zip(columns, references, strict=True):
       p.store("shared", Mem(at, tail.references + 4 * (2 * j + k)), [new], when=one)
     p.sync(THREADS)
+
+  @property
+  def _columns(self) -> list[tuple[int, int]]:
+    """(j, k) for the lane's columns of S, which are the rows 8 j + 2 c + k."""
+    return [(j, k) for j in range(self.tail.rows // 8) for k in range(2)]
+
+  def _meet(self, of_columns: list[Reg], combine: Callable[[Reg, Reg], Reg]) -> None:
+    """What each warp has of all columns, for _of_warps."""
+    p, tail = self.p, self.tail
+    mine = self.smem + self.lane.c * 8 + self.warp * (4 * tail.rows)
+    for (j, k), x in zip(self._columns, of_columns, strict=True):
+      for step in (4, 8, 16):  # over the keys, which lanes with one c share
+        x = combine(x, p.shuffle_xor(x, step))
+      at = Mem(mine, tail.reduction + 4 * (8 * j + k))
+      p.store("shared", at, [x], when=self.lane.g.eq(0))
+    p.sync(THREADS)
+
+  def _of_warps(self, j: int, k: int) -> list[Reg]:
+    p, at, first = self.p, self.smem + self.lane.c * 8, self.tail.reduction + 4 * (8 * j + k)
+    places = [Mem(at, first + 4 * warp * self.tail.rows) for warp in range(WARPS)]
+    return [p.load("shared", place, kind="f")[0] for place in places]
 
   def _load_v_scales(self, stage: Reg, key: Reg) -> list[Reg]:
     """Scales of the warp's two blocks of V, of two keys for each lane; 0 where no row sees them."""
@@ -477,41 +412,31 @@ class _Attend:
     next two.
     """
     p, tail = self.p, self.tail
-    low = self._descriptor(self.smem + (self.p_index * (tail.rows * TILE * 2) + tail.p_offset))
+    low = wgmma.descriptor(self.smem + (self.p_index * (tail.rows * TILE * 2) + tail.p_offset))
     for step in range(TILE // 16):
       near, far = (
         [p.mul_f16x2(pair, scales[i]) for pair in e2m1_as_f16(p, words[i])]
         for i in (2 * step, 2 * step + 1)
       )
-      b = self._matrix(low, 32 * step)
-      p.emit("wgmma.fence.sync.aligned")
+      b = wgmma.right(p, low, step * wgmma.STEP)
+      wgmma.begin(p)
       for product, out in enumerate(self.out):
         i = 2 * product
-        self._wgmma(out, [near[i], near[i + 1], far[i], far[i + 1]], b)
-    p.emit("wgmma.commit_group.sync.aligned")
+        wgmma.multiply(p, out, [near[i], near[i + 1], far[i], far[i + 1]], b, self.yes)
+    wgmma.commit(p)
 
   # The end of a segment.
 
   def _finish(self) -> None:
-    p, tail = self.p, self.tail
-    columns = [(j, k) for j in range(tail.rows // 8) for k in range(2)]
-    at = self.smem + self.lane.c * 8
-    for (j, k), total in zip(columns, self.sum, strict=True):
-      for step in (4, 8, 16):
-        total = total + p.shuffle_xor(total, step)
-      place = Mem(at + self.warp * (4 * tail.rows), tail.reduction + 4 * (8 * j + k))
-      p.store("shared", place, [total], when=self.lane.g.eq(0))
-    p.sync(THREADS)
+    p = self.p
+    self._meet(self.sum, operator.add)
     (v_global,) = p.load(
       "global.nc", Mem(p.address(p.pointer("v_global"), self.work.head, 4)), kind="f"
     )
     out_scale = v_global * self.keys.unit
     slot = self.work.tell_pieces(self.thread)
-    for j, k in columns:
-      sums = [
-        p.load("shared", Mem(at, tail.reduction + 4 * (8 * j + k + w * tail.rows)), kind="f")[0]
-        for w in range(WARPS)
-      ]
+    for j, k in self._columns:
+      sums = self._of_warps(j, k)
       total = (sums[0] + sums[1]) + (sums[2] + sums[3])
       (reference,) = self._references(4 * (2 * j + k), 1)
       empty = total.eq(0.0)

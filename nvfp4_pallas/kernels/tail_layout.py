@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from nvfp4_pallas.kernels import wgmma
+
 HEAD_DIM = 128
 THREADS = 128
 WARPS = 4
@@ -12,7 +14,6 @@ MAX_ROWS = 64
 CODES = TILE * HEAD_DIM // 2  # bytes of a tile's codes, of K or of V
 SCALES = TILE * HEAD_DIM // 16
 STAGE = 2 * (CODES + SCALES)
-ALIGNMENT = 1024  # of what a swizzle spans: 8 rows of 128 bytes
 P_BUFFERS = 3
 V_SCALE_BYTES = 256  # of a warp: its two blocks of a tile's keys, as float16
 
@@ -49,11 +50,16 @@ class Tail:
     """Of a query tile, as the products have them."""
     return -(-self.width * self.group // 16) * 16
 
-  # Where things lie in shared memory, from its first multiple of ALIGNMENT on.
+  # Where things lie in shared memory, from its first multiple of wgmma.ALIGNMENT on.
+
+  def q_place(self, operand: int, part: int) -> int:
+    """64 columns of q's rows."""
+    parts = HEAD_DIM * 2 // wgmma.ROW
+    return (operand * parts + part) * self.rows * wgmma.ROW
 
   @property
   def p_offset(self) -> int:
-    return self.q_operands * self.rows * HEAD_DIM * 2
+    return self.q_place(self.q_operands, 0)
 
   @property
   def ring(self) -> int:
@@ -85,4 +91,4 @@ class Tail:
 
   @property
   def smem_bytes(self) -> int:
-    return self.barriers + 8 * self.stages + ALIGNMENT
+    return self.barriers + 8 * self.stages + wgmma.ALIGNMENT

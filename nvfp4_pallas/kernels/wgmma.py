@@ -1,0 +1,56 @@
+"""Products of a warpgroup: the left operand in registers, the right one in shared memory. PTX.
+
+    D [64, columns] += A [64, k] B^T [columns, k]    float16 in, float32 sums, 16 of k at a time
+
+A right operand lies K-major from a multiple of ALIGNMENT on: of 64 values of k each column has a
+row of 128 bytes, columns one after the other, and then follow those of the next 64 of k. The
+16-byte piece i of row r is at i ^ (r % 8) in it, so that a column of pieces meets all banks.
+
+Source: matrix descriptors and 128-byte swizzling in the PTX ISA's chapter on wgmma.
+"""
+
+from __future__ import annotations
+
+from nvfp4_pallas.kernels.ptx import Ptx, Reg
+
+ROW = 128  # bytes: 64 values of k
+STEP = 32  # bytes: 16 values
+ALIGNMENT = 8 * ROW  # what the swizzle spans
+
+
+def place(row: Reg, k_bytes: int) -> Reg:
+  """Where in its ROW bytes a row has the 16-byte piece that begins at k_bytes."""
+  return ((row & 7) * 16) ^ k_bytes
+
+
+def descriptor(address: Reg) -> Reg:
+  """The low word of the descriptor of a right operand at an address in shared memory."""
+  return ((address & 0x3FFFF) >> 4) | 0x10000
+
+
+def right(p: Ptx, low: Reg, offset: int) -> Reg:
+  """The descriptor of what lies `offset` bytes after descriptor()'s address."""
+  low = low + (offset >> 4) if offset else low
+  swizzle_128_bytes, from_8_rows_to_next = 1 << 30, ALIGNMENT >> 4
+  return p.new("d", "mov.b64", [low, swizzle_128_bytes | from_8_rows_to_next])
+
+
+def begin(p: Ptx) -> None:
+  """Before products of which an operand or the sum was written by instructions."""
+  p.emit("wgmma.fence.sync.aligned")
+
+
+def multiply(p: Ptx, acc: list[Reg], a: list[Reg], b: Reg, accumulate: Reg) -> None:
+  """Starts acc += a b of 16 values of k, or acc = a b; the columns are two to a register of acc."""
+  op = f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}k16.f32.f16.f16"
+  p.emit(op, acc, a, b, accumulate, 1, 1, 0)
+
+
+def commit(p: Ptx) -> None:
+  """Products since the last one are a group."""
+  p.emit("wgmma.commit_group.sync.aligned")
+
+
+def wait(p: Ptx, groups: int) -> None:
+  """Until at most the last `groups` groups are not done."""
+  p.emit("wgmma.wait_group.sync.aligned", groups)
