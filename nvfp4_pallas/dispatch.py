@@ -66,10 +66,13 @@ class Entry:
   Attributes:
     function: the operation; it imports its kernel when it is called, not before.
     unsupported: takes the request, returns why it cannot run, or None when it can.
+    choose: where there are several kernels; takes a request that one of them can run, returns its
+      function and why, which the reason then says too.
   """
 
   function: Callable[..., Any]
   unsupported: Callable[[Any], str | None] = lambda request: None
+  choose: Callable[[Any], tuple[Callable[..., Any], str]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,15 +104,23 @@ def resolve(table: Mapping[str, Entry], request: Any, implementation: str | None
     why_not = _why_not(table, request, implementation, target)
     if why_not:
       raise NotImplementedError(f"implementation {implementation!r} cannot run: {why_not}")
-    return Resolved(implementation, table[implementation].function, "asked for by name")
+    return _resolved(table, request, implementation, "asked for by name")
   refused = []
   for name in IMPLEMENTATIONS:
     why_not = _why_not(table, request, name, target)
     if why_not is None:
       because = "; ".join(refused) or f"the device is {target.architecture}"
-      return Resolved(name, table[name].function, because)
+      return _resolved(table, request, name, because)
     refused.append(f"not {name}: {why_not}")
   raise NotImplementedError("no implementation can run: " + "; ".join(refused))
+
+
+def _resolved(table, request, name, because) -> Resolved:
+  entry = table[name]
+  if entry.choose is None:
+    return Resolved(name, entry.function, because)
+  function, why = entry.choose(request)
+  return Resolved(name, function, f"{because}; {why}")
 
 
 def _why_not(table, request, name, target) -> str | None:

@@ -49,6 +49,15 @@ class ResolveTest(TestCase):
     chosen = dispatch.resolve(table(), "even", None)
     self.assertIn("not mosaic_sm90: it needs sm_90, the device is cpu", chosen.reason)
 
+  def test_one_of_several_kernels(self):
+    kernels = {"two": (definition, "by the second"), "four": (kernel, "by the first")}
+    several = {"xla": Entry(kernel, choose=kernels.__getitem__)}
+    for request, (function, why) in kernels.items():
+      for name, because in ((None, "not mosaic_sm90: .*"), ("xla", "asked for by name")):
+        chosen = dispatch.resolve(several, request, name)
+        self.assertIs(chosen.function, function)
+        self.assertRegex(chosen.reason, f"{because}; {why}$")
+
   def test_a_named_one_runs_or_raises(self):
     self.assertEqual(dispatch.resolve(table(), "even", "xla").function, definition)
     with self.assertRaisesRegex(NotImplementedError, "it needs sm_90, the device is cpu"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -81,19 +81,14 @@ def decode(
 
 def resolve_decode(request: AttentionRequest, implementation: str | None = None) -> Resolved:
   """Who runs it; the reason also names the kernel where an implementation has two."""
-  resolved = resolve(_DECODE, request, implementation)
-  if resolved.implementation != "mosaic_sm90":
-    return resolved
-  kernel, why = choose_kernel(request)
-  function = {"split_kv": _decode_split_kv, "attention": _decode_attention}[kernel]
-  return dataclasses.replace(resolved, function=function, reason=f"{resolved.reason}; {why}")
+  return resolve(_DECODE, request, implementation)
 
 
-def choose_kernel(request: AttentionRequest) -> tuple[str, str]:
+def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
   """Which of mosaic_sm90's kernels runs what one of them can, and why.
 
-  `split_kv` (decode_mosaic_sm90.py) is made for decode: PTX that cuts the batch as it likes.
-  `attention` (attention_mosaic_sm90.py), prefill's kernel in plain Pallas, takes other shapes and
+  The split-KV kernel (decode_mosaic_sm90.py) is made for decode: PTX that cuts the batch as it likes.
+  That of attention_mosaic_sm90.py, prefill's kernel in plain Pallas, takes other shapes and
   split counts, and can be interpreted.
   """
   from nvfp4_pallas.kernels import decode_mosaic_sm90 as split_kv
@@ -104,8 +99,8 @@ def choose_kernel(request: AttentionRequest) -> tuple[str, str]:
   elif current_target().interpret is not None:
     why_not = "its PTX cannot be interpreted"
   if why_not is None:
-    return "split_kv", "by the split-KV kernel"
-  return "attention", f"by prefill's kernel, not the split-KV kernel: {why_not}"
+    return _decode_split_kv, "by the split-KV kernel"
+  return _decode_attention, f"by prefill's kernel, not the split-KV kernel: {why_not}"
 
 
 def _check_one_token_each(q, batch: RaggedBatch) -> None:
@@ -187,11 +182,11 @@ def _splits_to_fill_a_gpu(cache: PagedKVCache, batch: RaggedBatch) -> int:
 def _mosaic_sm90_unsupported(request: AttentionRequest) -> str | None:
   from nvfp4_pallas.kernels import attention_mosaic_sm90 as kernel
 
-  return None if choose_kernel(request)[0] == "split_kv" else kernel.unsupported(request)
+  return None if choose_kernel(request)[0] is _decode_split_kv else kernel.unsupported(request)
 
 
 _MULTIPROCESSORS = 132  # of an H100 SXM or H200
 _DECODE = {
-  "mosaic_sm90": Entry(_decode_split_kv, _mosaic_sm90_unsupported),
+  "mosaic_sm90": Entry(_decode_split_kv, _mosaic_sm90_unsupported, choose_kernel),
   "xla": Entry(_decode_xla),
 }

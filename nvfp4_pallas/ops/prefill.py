@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -102,19 +103,14 @@ def prefill(
 
 def resolve_prefill(request: AttentionRequest, implementation: str | None = None) -> Resolved:
   """Who runs it; the reason also names the kernel where an implementation has two."""
-  resolved = resolve(_PREFILL, request, implementation)
-  if resolved.implementation != "mosaic_sm90":
-    return resolved
-  kernel, why = choose_kernel(request)
-  function = {"tail": _prefill_tail, "attention": _prefill_attention}[kernel]
-  return dataclasses.replace(resolved, function=function, reason=f"{resolved.reason}; {why}")
+  return resolve(_PREFILL, request, implementation)
 
 
-def choose_kernel(request: AttentionRequest) -> tuple[str, str]:
+def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
   """Which of mosaic_sm90's kernels runs what one of them can, and why.
 
-  `tail` (tail_mosaic_sm90.py) cuts the keys of few queries over the whole GPU: PTX. `attention`
-  (attention_mosaic_sm90.py), plain Pallas, takes every other shape, and can be interpreted.
+  tail_mosaic_sm90.py cuts the keys of few queries over the whole GPU: PTX.
+  attention_mosaic_sm90.py, plain Pallas, takes every other shape, and can be interpreted.
   """
   from nvfp4_pallas.kernels import tail_mosaic_sm90 as tail
 
@@ -124,8 +120,8 @@ def choose_kernel(request: AttentionRequest) -> tuple[str, str]:
   if current_target().interpret is not None:
     why_not = "its PTX cannot be interpreted"
   if why_not is None:
-    return "tail", "by the kernel for short queries"
-  return "attention", f"by the plain kernel, not the one for short queries: {why_not}"
+    return _prefill_tail, "by the kernel for short queries"
+  return _prefill_attention, f"by the plain kernel, not the one for short queries: {why_not}"
 
 
 def _prefill_xla(q, cache, batch, spec, new_kv, sinks):
@@ -226,10 +222,10 @@ def _prefill_tail(q, cache, batch, spec, new_kv, sinks):
 def _mosaic_sm90_unsupported(request: AttentionRequest) -> str | None:
   from nvfp4_pallas.kernels import attention_mosaic_sm90 as kernel
 
-  return None if choose_kernel(request)[0] == "tail" else kernel.unsupported(request)
+  return None if choose_kernel(request)[0] is _prefill_tail else kernel.unsupported(request)
 
 
 _PREFILL = {
-  "mosaic_sm90": Entry(_prefill_attention, _mosaic_sm90_unsupported),
+  "mosaic_sm90": Entry(_prefill_attention, _mosaic_sm90_unsupported, choose_kernel),
   "xla": Entry(_prefill_xla),
 }
