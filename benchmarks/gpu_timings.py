@@ -52,50 +52,42 @@ def copy_bandwidth() -> tuple[float, Row]:
   flip = jax.jit(lambda a: a ^ jnp.uint32(1))
   times = kernel_times([functools.partial(flip, a) for a in x * 4])
   nbytes = 2 * x[0].nbytes
-  row = bare_row("copy", "random", 1, 1, "bf16", nbytes, None, times, "xla")
+  row = bare_row("copy", "random", 1, 1, "bf16", nbytes, None, times, implementation="xla")
   return nbytes / (statistics.median(times.calls) * 1e-6), row
 
 
-def bare_row(phase, data, batch, q_len, format, nbytes, floor, times: KernelTimes, who) -> Row:
-  return Row(
-    phase=phase,
-    data=data,
-    batch=batch,
-    q_len=q_len,
-    kv_len=1,
-    page_size=PAGE_SIZE,
-    num_q_heads=HEADS * GROUP,
-    num_kv_heads=HEADS,
-    head_dim=DIM,
-    k_format=format,
-    v_format=format,
-    read_path=None,
-    implementation=who,
-    bytes=nbytes,
-    floor_us=floor,
-    **times.row_fields(),
-  )
+def timed_row(phase: str, times: KernelTimes, **fields) -> Row:
+  """A row of the shapes that all cases share."""
+  shared = {"page_size": PAGE_SIZE, "read_path": None, "implementation": "mosaic_sm90"}
+  heads = {"num_q_heads": HEADS * GROUP, "num_kv_heads": HEADS, "head_dim": DIM}
+  return Row(phase=phase, **shared | heads | fields, **times.row_fields())
+
+
+def bare_row(phase, data, batch, q_len, format, nbytes, floor, times: KernelTimes, **who) -> Row:
+  """Of what is no attention."""
+  shape = {"batch": batch, "q_len": q_len, "kv_len": 1, "k_format": format, "v_format": format}
+  return timed_row(phase, times, data=data, bytes=nbytes, floor_us=floor, **shape, **who)
 
 
 def pack_times(scale: float, copy_rate: float) -> Row:
-  x = [jax.random.normal(jax.random.key(i), (PACK_ROWS, DIM), jnp.bfloat16) for i in range(COPIES)]
-  pack = jax.jit(functools.partial(nv.pack, implementation="mosaic_sm90"))
-  g = jnp.float32(scale)
-  times = kernel_times([functools.partial(pack, a, g) for a in x * 4])
-  nbytes = x[0].size * 2 + x[0].size * 9 // 16
-  data, floor = f"gaussian, global scale {scale}", 1e6 * nbytes / copy_rate
-  return bare_row("pack", data, 1, PACK_ROWS, "nvfp4", nbytes, floor, times, "mosaic_sm90")
+  return _pack_times("pack", lambda x: (_pack, x, jnp.float32(scale)), scale, copy_rate)
 
 
 def unpack_times(scale: float, copy_rate: float) -> Row:
-  x = [jax.random.normal(jax.random.key(i), (PACK_ROWS, DIM), jnp.bfloat16) for i in range(COPIES)]
-  pack = jax.jit(functools.partial(nv.pack, implementation="mosaic_sm90"))
-  packed = [pack(a, jnp.float32(scale)) for a in x]
   unpack = jax.jit(functools.partial(nv.unpack, implementation="mosaic_sm90"))
-  times = kernel_times([functools.partial(unpack, a) for a in packed * 4])
+  return _pack_times("unpack", lambda x: (unpack, _pack(x, jnp.float32(scale))), scale, copy_rate)
+
+
+_pack = jax.jit(functools.partial(nv.pack, implementation="mosaic_sm90"))
+
+
+def _pack_times(phase: str, call, scale: float, copy_rate: float) -> Row:
+  """Of `call`, which makes a function and its arguments of values."""
+  x = [jax.random.normal(jax.random.key(i), (PACK_ROWS, DIM), jnp.bfloat16) for i in range(COPIES)]
+  times = kernel_times([functools.partial(*call(a)) for a in x] * 4)
   nbytes = x[0].size * 2 + x[0].size * 9 // 16
   data, floor = f"gaussian, global scale {scale}", 1e6 * nbytes / copy_rate
-  return bare_row("unpack", data, 1, PACK_ROWS, "nvfp4", nbytes, floor, times, "mosaic_sm90")
+  return bare_row(phase, data, 1, PACK_ROWS, "nvfp4", nbytes, floor, times)
 
 
 def append_times(tokens: int, format: str, scale: float, copy_rate: float) -> Row:
@@ -136,7 +128,7 @@ def append_times(tokens: int, format: str, scale: float, copy_rate: float) -> Ro
   times = kernel_times(calls, wait=lambda _: jax.block_until_ready(state[0]))
   nbytes = int(tokens * (HEADS * DIM * 4 + state[0].bytes_per_token))
   data, floor = f"gaussian, global scale {scale}", 1e6 * nbytes / copy_rate
-  return bare_row("append", data, tokens, 1, format, nbytes, floor, times, "mosaic_sm90")
+  return bare_row("append", data, tokens, 1, format, nbytes, floor, times)
 
 
 @functools.lru_cache(maxsize=1)
@@ -202,29 +194,31 @@ def attention_times(
   ]
   times = kernel_times(calls)
   nbytes = int(batch * kv_len * cache.bytes_per_token) + 2 * q[0].nbytes
-  flops = 4 * DIM * HEADS * GROUP * batch * q_len * (kv_len - (q_len - 1) / 2)
-  return Row(
-    phase=phase,
+  return timed_row(
+    phase,
+    times,
     data="random",
     batch=batch,
     q_len=q_len,
     kv_len=kv_len,
     page_size=page_size,
-    num_q_heads=HEADS * GROUP,
-    num_kv_heads=HEADS,
-    head_dim=DIM,
     k_format=variant.k_format,
     v_format=variant.v_format,
     read_path=variant.read_path,
     **q_quantisation(variant.read_path, variant.q_levels),
     batch_invariant=batch_invariant if q_len == 1 else None,
-    implementation="mosaic_sm90",
     bytes=nbytes,
     bytes_per_token=cache.bytes_per_token,
-    floor_us=1e6 * max(nbytes / copy_rate, flops / BF16_FLOPS),
+    floor_us=attention_floor(shape, nbytes, copy_rate),
     reason=resolved.reason,
-    **times.row_fields(),
   )
+
+
+def attention_floor(shape: tuple[int, int, int], nbytes: int, copy_rate: float) -> float:
+  """Microseconds that moving the bytes or multiplying takes, whichever is more."""
+  batch, q_len, kv_len = shape
+  flops = 4 * DIM * HEADS * GROUP * batch * q_len * (kv_len - (q_len - 1) / 2)
+  return 1e6 * max(nbytes / copy_rate, flops / BF16_FLOPS)
 
 
 def cudnn_times(shape: tuple[int, int, int], copy_rate: float) -> Row:
@@ -242,24 +236,20 @@ def cudnn_times(shape: tuple[int, int, int], copy_rate: float) -> Row:
   )
   times = kernel_times([functools.partial(attend, q, *kv[i % tables]) for i in range(CALLS)])
   nbytes = batch * kv_len * HEADS * DIM * 4 + 2 * q.nbytes
-  flops = 4 * DIM * HEADS * GROUP * batch * q_len * (kv_len - (q_len - 1) / 2)
-  return Row(
-    phase="decode" if q_len == 1 else "prefill",
+  return timed_row(
+    "decode" if q_len == 1 else "prefill",
+    times,
     data="gaussian, contiguous keys",
     batch=batch,
     q_len=q_len,
     kv_len=kv_len,
     page_size=kv_len,
-    num_q_heads=HEADS * GROUP,
-    num_kv_heads=HEADS,
-    head_dim=DIM,
     k_format="bf16",
     v_format="bf16",
     read_path="bf16",
     implementation="cudnn",
     bytes=nbytes,
-    floor_us=1e6 * max(nbytes / copy_rate, flops / BF16_FLOPS),
-    **times.row_fields(),
+    floor_us=attention_floor(shape, nbytes, copy_rate),
   )
 
 

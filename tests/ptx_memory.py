@@ -378,16 +378,22 @@ def _row(r: Registers, register: Any, size: int, kinds: str) -> np.ndarray:
   return r.u16(register) if is_short else r.words[r.row(register, kinds)]
 
 
-def make_load(machine, instruction) -> Step:
-  r, memory, shared = machine.r, machine.block.memory, machine.block.shared
-  op, (target, mem, *policy) = instruction.op, instruction.args
-  space, count, size, kinds, has_policy = _parse(op)
+def _values(r: Registers, op: str, operand: Any, policy: list[Any]):
+  """The registers that are loaded or stored, their rows, and (space, count, size, kinds)."""
+  *access, has_policy = _parse(op)
+  _, count, size, kinds = access
   if len(policy) != has_policy:
     raise NotImplementedError(f"{op} with {2 + len(policy)} operands")
-  targets = list(target) if isinstance(target, (list, tuple)) else [target]
-  if len(targets) != count:
-    raise TypeError(f"{op} of {len(targets)} registers")
-  rows = [_row(r, t, size, kinds) for t in targets]
+  registers = list(operand) if isinstance(operand, (list, tuple)) else [operand]
+  if len(registers) != count:
+    raise TypeError(f"{op} of {len(registers)} registers")
+  return registers, [_row(r, register, size, kinds) for register in registers], access
+
+
+def make_load(machine, instruction) -> Step:
+  r, memory, shared = machine.r, machine.block.memory, machine.block.shared
+  target, mem, *policy = instruction.args
+  targets, rows, (space, count, size, kinds) = _values(r, instruction.op, target, policy)
   block = None if rows[0].itemsize == 2 else r.consecutive(targets, kinds)
   address, mask, total = address_of(r, mem, space), r.mask(instruction), size * count
   dtype = f"u{size}"
@@ -417,14 +423,8 @@ def make_load(machine, instruction) -> Step:
 
 def make_store(machine, instruction) -> Step:
   r, memory, shared = machine.r, machine.block.memory, machine.block.shared
-  op, (mem, source, *policy) = instruction.op, instruction.args
-  space, count, size, kinds, has_policy = _parse(op)
-  if len(policy) != has_policy:
-    raise NotImplementedError(f"{op} with {2 + len(policy)} operands")
-  sources = list(source) if isinstance(source, (list, tuple)) else [source]
-  if len(sources) != count:
-    raise TypeError(f"{op} of {len(sources)} registers")
-  rows = [_row(r, s, size, kinds) for s in sources]
+  mem, source, *policy = instruction.args
+  _, rows, (space, count, size, _) = _values(r, instruction.op, source, policy)
   address, mask, total = address_of(r, mem, space), r.mask(instruction), size * count
   dtype = memory.items[total].dtype
 

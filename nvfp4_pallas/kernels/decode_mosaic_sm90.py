@@ -129,14 +129,24 @@ def decode(
   """
   out_dtype = q.dtype if out_dtype is None else out_dtype
   if 0 in (batch.num_seqs, batch.max_pages):
-    out = jnp.zeros((*q.shape[:2], cache.v.head_dim), out_dtype)
-    return out, jnp.full(out.shape[:-1], -jnp.inf, jnp.float32)
+    return nothing_seen((*q.shape[:2], cache.v.head_dim), out_dtype)
   problem = problem_of(q, cache, batch, spec, out_dtype)
   attend, join = kernels(problem, batch.num_seqs, cache.num_kv_heads, batch_invariant, config)
-  arrays = inputs(q, cache, batch, spec)
-  arrays |= attend.launch(arrays)
-  out, lse = jax.new_ref(arrays["out"]), jax.new_ref(arrays["lse"])
-  join.launch(arrays | {"out": out, "lse": lse})
+  return attend_and_join(attend, join, inputs(q, cache, batch, spec))
+
+
+def nothing_seen(shape: tuple[int, ...], out_dtype: Any) -> tuple[jax.Array, jax.Array]:
+  """out and lse of rows that see no key."""
+  return jnp.zeros(shape, out_dtype), jnp.full(shape[:-1], -jnp.inf, jnp.float32)
+
+
+def attend_and_join(
+  attend: Kernel, join: Kernel, arrays: dict[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+  """out and lse: what the main program has whole, and what the join makes of its pieces."""
+  made = attend.launch(arrays)
+  out, lse = jax.new_ref(made["out"]), jax.new_ref(made["lse"])
+  join.launch(arrays | made | {"out": out, "lse": lse})
   return jax.freeze(out), jax.freeze(lse)
 
 

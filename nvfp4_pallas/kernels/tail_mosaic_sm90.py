@@ -30,7 +30,13 @@ from nvfp4_pallas.batch import RaggedBatch
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.kernels import short_attend, tail_attend, tail_join
 from nvfp4_pallas.kernels.decode_layout import WARPS, Ring
-from nvfp4_pallas.kernels.decode_mosaic_sm90 import MAX_SOFT_CAP, MULTIPROCESSORS, inputs
+from nvfp4_pallas.kernels.decode_mosaic_sm90 import (
+  MAX_SOFT_CAP,
+  MULTIPROCESSORS,
+  attend_and_join,
+  inputs,
+  nothing_seen,
+)
 from nvfp4_pallas.kernels.decode_work import Cut
 from nvfp4_pallas.kernels.mma_fragments import NvFp4Fragments
 from nvfp4_pallas.kernels.ptx_launch import Kernel
@@ -110,14 +116,10 @@ def attention(
   """
   out_dtype = q.dtype if out_dtype is None else out_dtype
   if 0 in (q.shape[0], batch.num_seqs, batch.max_pages):
-    out = jnp.zeros(q.shape, out_dtype)
-    return out, jnp.full(out.shape[:-1], -jnp.inf, jnp.float32)
+    return nothing_seen(q.shape, out_dtype)
   attend, join = kernels(q, cache, batch, spec, out_dtype, config)
   arrays = inputs(q, cache, batch, spec) | {"cu_q_lens": batch.cu_q_lens}
-  arrays |= attend.launch(arrays)
-  out, lse = jax.new_ref(arrays["out"]), jax.new_ref(arrays["lse"])
-  join.launch(arrays | {"out": out, "lse": lse})
-  return jax.freeze(out), jax.freeze(lse)
+  return attend_and_join(attend, join, arrays)
 
 
 def kernels(

@@ -87,9 +87,9 @@ def resolve_decode(request: AttentionRequest, implementation: str | None = None)
 def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
   """Which of mosaic_sm90's kernels runs what one of them can, and why.
 
-  The split-KV kernel (decode_mosaic_sm90.py) is made for decode: PTX that cuts the batch as it likes.
-  That of attention_mosaic_sm90.py, prefill's kernel in plain Pallas, takes other shapes and
-  split counts, and can be interpreted.
+  decode_mosaic_sm90.py is made for decode: PTX that cuts the batch as it likes.
+  attention_mosaic_sm90.py, prefill's kernel in plain Pallas, takes other shapes and split counts,
+  and can be interpreted.
   """
   from nvfp4_pallas.kernels import decode_mosaic_sm90 as split_kv
 
