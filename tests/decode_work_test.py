@@ -1,4 +1,4 @@
-"""How decode cuts a ragged batch: its blocks' walk, emulated, against a plan of it."""
+"""How a ragged batch is cut: the walks of blocks, emulated, against a plan of them."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from absl.testing import absltest, parameterized
 
 from nvfp4_pallas.kernels import decode_attend
 from nvfp4_pallas.kernels.decode_attend import POINTERS_OUT
-from nvfp4_pallas.kernels.decode_layout import WARPS, Problem, Ring
+from nvfp4_pallas.kernels.decode_layout import THREADS, WARPS, Problem, Ring
 from nvfp4_pallas.kernels.decode_mosaic_sm90 import (
   MULTIPROCESSORS,
   DecodeConfig,
@@ -17,7 +17,8 @@ from nvfp4_pallas.kernels.decode_mosaic_sm90 import (
 )
 from nvfp4_pallas.kernels.decode_work import Cut
 from nvfp4_pallas.kernels.mma_fragments import fragments
-from nvfp4_pallas.kernels.ptx import Mem
+from nvfp4_pallas.kernels.ptx import Mem, Ptx
+from nvfp4_pallas.kernels.query_walk import QueryWalk
 from tests.base import TestCase
 from tests.ptx_emulator import Memory, run
 
@@ -170,6 +171,77 @@ class WalkTest(TestCase):
   def test_ends(self, kv_lens, batch_invariant):
     for blocks in (1, 3, 50):
       self.check(Cut(len(kv_lens), 2, 16, blocks, None, 1, batch_invariant), kv_lens)
+
+
+class QueryWalkTest(TestCase):
+  WIDTH, GROUP = 4, 2
+
+  def visited(self, cut: Cut, q_lens, kv_lens) -> tuple[np.ndarray, np.ndarray]:
+    """visits [tokens, heads, tiles] and piece_slots [tokens, heads, 4].
+
+    Of a query tile's first token it is 1 + 2^8 block for each visit of a tile.
+    """
+    tokens, tiles = sum(q_lens), max(1, -(-max(kv_lens) // cut.tile))
+    p = Ptx(("kv_lens", "cu_q_lens", "piece_slots", "visits"))
+    thread = p.new("r", "mov.u32", "%tid.x")
+    with p.scope() as scope:
+      work = QueryWalk(p, cut, thread & 31, scope, width=self.WIDTH, group=self.GROUP, causal=True)
+      with p.loop() as segments:
+        work.start_segment()
+        work.tell_pieces(thread)
+        pair = work.q_row(p.u32(0)) // self.GROUP
+        done = p.u32(0)
+        with p.loop() as loop:
+          loop.leave_if(done >= work.count)
+          index = pair * tiles + work.first_tile + done
+          at = Mem(p.address(p.pointer("visits"), index, 4))
+          (old,) = p.load("global", at)
+          p.store("global", at, [old + (p.program << 8) + 1], when=thread.eq(0))
+          p.sync(THREADS)
+          p.set(done, done + 1)
+        work.end_segment()
+        segments.leave_if(work.at_end)
+        work.next_pair()
+    shapes = {"piece_slots": (tokens, cut.kv_heads, 4), "visits": (tokens, cut.kv_heads, tiles)}
+    memory = Memory(
+      {
+        "kv_lens": np.asarray(kv_lens, np.int32),
+        "cu_q_lens": np.cumsum([0, *q_lens]).astype(np.int32),
+      },
+      {},
+      in_place={name: np.zeros(shape, np.uint32) for name, shape in shapes.items()},
+    )
+    run(p, memory, programs=range(cut.blocks), races=False)
+    return memory.array("visits"), memory.array("piece_slots")
+
+  @parameterized.product(kv_heads=(1, 3), window=(None, 50), blocks=(1, 7, 60))
+  def test_every_tile_once(self, kv_heads, window, blocks):
+    q_lens, kv_lens = (9, 0, 1, 3, 0, 4, 70), (200, 70, 64, 0, 0, 17, 75)
+    cut = Cut(len(q_lens), kv_heads, 16, blocks, window, 1, False)
+    visits, slots = self.visited(cut, q_lens, kv_lens)
+    of_blocks, rows = [], []
+    for token, q_len, kv_len in zip(np.cumsum([0, *q_lens]), q_lens, kv_lens, strict=False):
+      seen_from = 0 if window is None else max(0, kv_len - q_len + 1 - window)
+      first, end = seen_from // 16, -(-kv_len // 16)
+      for t in range(0, q_len, self.WIDTH):
+        for head in range(kv_heads):
+          row = np.arange(visits.shape[-1])
+          expected = (row >= first) & (row < end)
+          np.testing.assert_array_equal(visits[token + t, head] % 256, expected)
+          blocks_here = visits[token + t, head][expected] >> 8
+          of_blocks += blocks_here.tolist()
+          pieces = len(set(blocks_here.tolist()))
+          for i in range(min(self.WIDTH, q_len - t) if pieces else 0):
+            slot, count, first_row, _ = slots[token + t + i, head]
+            self.assertEqual(count, pieces)
+            self.assertEqual(slot, 2 * blocks_here[0] + 1)
+            self.assertEqual(first_row, i * self.GROUP)
+          rows.append(token + t)
+    self.assertEqual(visits[sorted(set(range(sum(q_lens))) - set(rows))].sum(), 0)
+    self.assertEqual(of_blocks, sorted(of_blocks))
+    counts = np.bincount(of_blocks)
+    self.assertLen(counts, min(blocks, len(of_blocks)))
+    self.assertLessEqual(counts.max() - counts.min(), 1)
 
 
 class ConfigTest(TestCase):
