@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from benchmarks.trace import kernel_times
 from nvfp4_pallas.dispatch import current_target
+from nvfp4_pallas.kernels import wgmma
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
 from nvfp4_pallas.kernels.ptx_launch import launch
 
@@ -79,21 +80,23 @@ def _mma(case: _Case) -> None:
   case.p.mma("f16", acc, case.operands, case.operands[:2])
 
 
-def _wgmma(rows: int) -> Callable[[_Case], None]:
-  """m64 n `rows` k16 with its left operand in registers: four, then a wait for the four before."""
+def _wgmma(rows: int, left_in_registers: bool = True) -> Callable[[_Case], None]:
+  """m64 n `rows` k16: four, then a wait for the four before."""
 
   def emit(case: _Case) -> None:
     p = case.p
-    low = ((p.smem & 0x3FFFF) >> 4) | 0x10000
-    b = p.new("d", "mov.b64", [low, (1 << 30) | 64])  # 128-byte swizzle, 1024 bytes a group
+    b = wgmma.right(p, wgmma.descriptor(p.smem), 0)
     acc = case.sums[case.turn % 2][: rows // 2]
     case.turn += 1
-    p.emit("wgmma.fence.sync.aligned")
+    wgmma.begin(p)
     for _ in range(4):
-      op = f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.f16.f16"
-      p.emit(op, acc, case.operands, b, case.yes, 1, 1, 0)
-    p.emit("wgmma.commit_group.sync.aligned")
-    p.emit("wgmma.wait_group.sync.aligned", 1)
+      if left_in_registers:
+        wgmma.multiply(p, acc, case.operands, b, case.yes)
+      else:
+        op = f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.f16.f16"
+        p.emit(op, acc, b, b, case.yes, 1, 1, 0, 0)
+    wgmma.commit(p)
+    wgmma.wait(p, 1)
 
   return emit
 
@@ -114,6 +117,7 @@ OPS: dict[str, Callable[[_Case], None]] = {
   "mma": _mma,
   "4xwgmma32": _wgmma(32),
   "4xwgmma64": _wgmma(64),
+  "4xwgmma64ss": _wgmma(64, left_in_registers=False),
 }
 # A word of NVFP4 codes, from codes to scaled float16.
 _WORD = ("lop3 " * 8 + "imad " * 4 + "hmul2 " * 4).strip()
@@ -128,6 +132,8 @@ CASES = (
   f"4xwgmma64 {_WORD}",
   f"4xwgmma64 {_WORD} {_WORD} {_WORD} {_WORD}",
   "4xwgmma64 " + ("ffma ex2 " * 8).strip(),
+  f"4xwgmma64ss {_WORD} {_WORD} {_WORD} {_WORD}",
+  "4xwgmma64ss " + ("ffma ex2 " * 8).strip(),
 )
 
 
