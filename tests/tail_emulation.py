@@ -45,8 +45,8 @@ def emulate(
     copies_read_all=False,
   )
   for part in (attend, join):
-    programs, smem = range(part.blocks), part.smem_bytes
-    run(part.program, memory, programs=programs, smem_bytes=smem, reverse=reverse)
+    sizes = {"threads": part.threads, "smem_bytes": part.smem_bytes}
+    run(part.program, memory, programs=range(part.blocks), **sizes, reverse=reverse)
   return memory.array("out"), memory.array("lse")
 
 
@@ -89,14 +89,14 @@ def bounds(
     less than bfloat16's digits up to k = 31, and none from k = 39 on.
   - The soft cap's 18 u soft_cap: see decode_emulation.bounds.
   A weight is exp2 of a score less the reference, an exact number for all keys; so what else is
-  wrong is the fma's rounding, within oracle's 8 u |score| + 7 u for the HEADROOM, and ex2's 4 u.
+  wrong is the fma's rounding, within oracle's 8 u |score| + 7 u for FIRST_P, and ex2's 4 u.
   The weights of pieces come from their lse in log2, rounded twice: 4 u |lse|. Sums over keys: n u;
   the rest, of O and of the sum: new references, rcp, two factors, the join's: 16 u.
   P is rounded to float16, by 2^-11 of itself or, among subnormals, by 2^-25. The largest weight of
-  a row and piece is 2^HEADROOM or more, as that was of the tile which set the reference; so that is
-  2^-35 of the largest. The sum it is divided by is not rounded.
+  a row and piece is 2^LATER_P or more, as that was of the tile which set the reference; so that is
+  2^-29 of the largest. The sum it is divided by is not rounded.
   lse is log2(total) - reference: lg2 is wrong by 2^-22 of itself, and total lies between
-  2^HEADROOM and 2^15 n.
+  2^LATER_P and 2^15 n.
   """
   delta = exact.delta + 2.0**-39 * _reach_of_tiles(exact, built, spec, width)
   if spec.soft_cap is not None:
@@ -104,7 +104,7 @@ def bounds(
   size = np.where(np.isfinite(exact.lse), np.abs(exact.lse), 0)
   sums = (exact.keys + 32) * U + 4 * U * size
   relative = 2 * delta + sums + 2.0**-11
-  out = relative[..., None] * exact.spread + 2.0**-35 * exact.magnitude
+  out = relative[..., None] * exact.spread + 2.0**-29 * exact.magnitude
   stored = OUT_UNIT[jnp.dtype(out_dtype).name]
   out = out * (1 + stored) + stored * np.abs(exact.out)
   if out_dtype == jnp.float16:

@@ -87,7 +87,7 @@ def append_program(k: Rows, v: Rows, tokens: int, tuning: Tuning = DEFAULT) -> t
   """The program and the number of its blocks; its last array is the slots."""
   p = Ptx((*k.pointers("k"), *v.pointers("v"), "slots"))
   k_writer, v_writer = _Writer(p, "k", k, tokens, tuning), _Writer(p, "v", v, tokens, tuning)
-  thread = p.new("r", "mov.u32", "%tid.x")
+  thread = p.thread
   of_k = p.program < k_writer.programs
   with p.when(of_k):
     k_writer.write(p.program * tuning.threads + thread)

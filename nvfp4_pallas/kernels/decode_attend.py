@@ -58,7 +58,7 @@ class Attend:
 
   def _run(self, scope) -> None:
     p = self.p
-    self.thread = p.new("r", "mov.u32", "%tid.x")
+    self.thread = p.thread
     self.warp = p.from_lane(self.thread >> 5, 0)  # so that the compiler knows it uniform
     self.lane = Lane.of(p, self.thread)
     self.first_lane = self.lane.index.eq(0)

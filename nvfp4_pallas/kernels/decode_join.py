@@ -68,7 +68,7 @@ class Join:
 def join(j: Join) -> Ptx:
   """The program; its pointers are POINTERS_IN and POINTERS_OUT."""
   p = Ptx((*POINTERS_IN, *POINTERS_OUT))
-  thread = p.new("r", "mov.u32", "%tid.x")
+  thread = p.thread
   lane, warp = thread & 31, p.from_lane(thread >> 5, 0)
   if j.warps == 1:
     row, part = p.program * WARPS + warp, p.u32(0)

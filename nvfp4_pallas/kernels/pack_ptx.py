@@ -74,7 +74,7 @@ class _Pieces:
   def __init__(self, p: Ptx, blocks: Blocks, lanes: int = 1):
     """`lanes`: pieces of a block."""
     self._p, self._blocks, self._lanes = p, blocks, lanes
-    self._thread = p.new("r", "mov.u32", "%tid.x")
+    self._thread = p.thread
     full, rest = divmod(blocks.rows * blocks.of_row * lanes, THREADS * STEPS)
     self.programs = full + (rest > 0)
     self._there: list[Reg | None] = [None] * STEPS

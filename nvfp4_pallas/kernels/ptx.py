@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ import numpy as np
 
 TYPES = {"r": "b32", "h": "b16", "f": "f32", "d": "b64", "p": "pred"}  # register classes
 ALL_LANES = "0xffffffff"
+WARPGROUP = 128  # threads
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,15 +146,40 @@ class Ptx:
   Attributes:
     parameters: names of its parameters, in the order of the assembly's operands.
     instructions: the list.
+    thread: %tid.x, or what it is in the thread's warpgroup.
+    role: which warpgroup of its team it is.
+    smem, program: the shared memory's address and the block's number, or the team's own.
   """
 
-  def __init__(self, pointers: tuple[str, ...]):
-    """Declares parameters: `pointers`, then `smem`, the shared memory's address, and `program`."""
+  def __init__(
+    self, pointers: tuple[str, ...], *, teams: int = 1, roles: int = 1, smem_bytes: int = 0
+  ):
+    """Declares parameters: `pointers`, then `smem`, the shared memory's address, and `program`.
+
+    Args:
+      teams: of a block, each of which is a block to all that follows. ptxas gives a thread of a
+        block of n warpgroups 512 / n registers; this is how it learns that several are to share a
+        multiprocessor.
+      roles: warpgroups of a team.
+      smem_bytes: that each of several teams has.
+    """
     self._begin()
     self.parameters = (*pointers, "smem", "program")
     self._pointers = {name: self.new("d", "mov.b64", f"${i}") for i, name in enumerate(pointers)}
     self.smem = self.new("r", "mov.b32", f"${len(pointers)}")
     self.program = self.new("r", "mov.b32", f"${len(pointers) + 1}")
+    self.role: Reg | int = 0
+    self._barrier: Reg | int = 0
+    if teams * roles > 1:
+      group = self.from_lane(self.thread // WARPGROUP, 0)  # so that it is known to be uniform
+      self.thread, self._barrier = self.thread % WARPGROUP, group
+      self.role, team = group // teams, group % teams
+      self.smem = self.mad(team, smem_bytes, self.smem)
+      self.program = self.mad(self.program, teams, team)
+
+  @functools.cached_property
+  def thread(self) -> Reg:
+    return self.new("r", "mov.u32", "%tid.x")
 
   def _begin(self) -> None:
     self.instructions: list[Instruction] = []
@@ -352,7 +379,11 @@ class Ptx:
     self.emit("bar.warp.sync", ALL_LANES)
 
   def sync(self, threads: int) -> None:
-    self.emit("bar.sync", 0, threads)
+    self.emit("bar.sync", self._barrier, threads)
+
+  def sync_any(self, threads: int, condition: Reg) -> Reg:
+    """sync(); whether the condition holds in any of the threads."""
+    return self.new("p", "bar.red.or.pred", self._barrier, threads, condition)
 
   def mma(self, dtype: str, acc: list[Reg], a: list[Reg], b: list[Reg]) -> None:
     """acc [16, 8] += a [16, 16] b [16, 8], "bf16" or "f16", in the fragments of mma.m16n8k16."""

@@ -13,9 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm
 
-from nvfp4_pallas.kernels.ptx import Ptx
+from nvfp4_pallas.kernels.ptx import WARPGROUP, Ptx
 
-WARPGROUP = 128
 MIN_SMEM = 16
 
 
@@ -85,6 +84,7 @@ class Kernel:
     blocks: of threads.
     smem_bytes: shared memory of a block.
     makes: the arrays that it makes; they are its last pointers.
+    threads: of a block.
   """
 
   name: str
@@ -92,6 +92,7 @@ class Kernel:
   blocks: int
   smem_bytes: int
   makes: dict[str, jax.ShapeDtypeStruct]
+  threads: int = WARPGROUP
 
   def launch(self, arrays: dict[str, Any]) -> dict[str, jax.Array]:
     """Runs it on the arrays, or references to them, that have its pointers' names."""
@@ -99,6 +100,7 @@ class Kernel:
       self.program,
       name=self.name,
       programs=self.blocks,
+      threads=self.threads,
       smem_bytes=self.smem_bytes,
       out_type=tuple(self.makes.values()),
     )

@@ -16,9 +16,10 @@ all rows:
 
 The exponents of a row are taken against a reference r that its first tile sets, so that the
 largest P of that tile is 2^10, and that stays: no maximum, no rescaling. A tile where P reached
-2^15 sets a new reference and is done again. float16 has full precision down to 2^-14, so keys that
+2^15 sets new references and is done again, and then leaves the largest P of every row at 2^4 at
+most, so that this is rarely needed twice. float16 has full precision down to 2^-14, so keys that
 weigh 2^-24 of the first tile's largest (an attention sink) have all its digits, and at 2^-30 still
-five bits.
+five bits; after a tile was done again these are 2^-18 and 2^-24 of its largest.
 
 Registers: 64 for O, 32 for S, 32 each for K and V in flight, at 64 rows.
 """
@@ -56,7 +57,8 @@ from nvfp4_pallas.kernels.tail_layout import (
 )
 from nvfp4_pallas.kernels.tail_ring import TailRing
 
-HEADROOM = 10.0  # log2 of the largest P of a row's first tile
+FIRST_P = 10.0  # log2 of the largest P of a row's first tile
+LATER_P = 4.0  # and at most of a tile that was done again
 NO_REFERENCE = 1e30
 
 POINTERS_IN = ("q", "table", "kv_lens", "cu_q_lens", "k_global", "v_global")
@@ -79,7 +81,7 @@ class _Attend:
   def _run(self, scope) -> None:
     p, cut, tail = self.p, self.cut, self.tail
     self.smem = (p.smem + (wgmma.ALIGNMENT - 1)) & ~(wgmma.ALIGNMENT - 1) % 2**32
-    self.thread = p.new("r", "mov.u32", "%tid.x")
+    self.thread = p.thread
     self.warp = p.from_lane(self.thread >> 5, 0)
     index = self.thread & 31
     g, c = index >> 2, index & 3
@@ -120,7 +122,7 @@ class _Attend:
     self._multiply_keys(self.scores, self.ring.stage(self.ring.slot))
     wgmma.wait(p, 0)
     self._finish_scores(self.scores, self.first_tile * TILE)
-    self._set_references(self.scores)
+    self._set_references(self.scores, FIRST_P)
     with p.loop() as tiles_left:
       self._tile()
       p.set(self.done, self.done + 1)
@@ -232,7 +234,7 @@ class _Attend:
       copies.wait(p, next_full, next_phase)
     self._multiply_keys(self.scores, ring.stage(next_slot))
     # P is there, and all warps are past the stage before this one.
-    with p.when(p.new("p", "bar.red.or.pred", 0, THREADS, self.too_large)):
+    with p.when(p.sync_any(THREADS, self.too_large)):
       self._do_again(stage, key)
     v_words, v_scales = self._load_v_words(stage), self._load_v_factors()
     for total, of_tile in zip(self.sum, self.tile_sums, strict=True):
@@ -260,7 +262,7 @@ class _Attend:
     self._multiply_keys(scores, stage)
     wgmma.wait(p, 0)
     self._finish_scores(scores, key)
-    self._set_references(scores)
+    self._set_references(scores, LATER_P)
     self._store_probabilities(scores)
     p.emit("fence.proxy.async.shared::cta")
     p.sync(THREADS)
@@ -317,7 +319,7 @@ class _Attend:
             x = scores[4 * j + 2 * half + k]
             p.set(x, p.select(unseen(mine + 8 * half if half else mine), NEG_INF, x))
 
-  def _set_references(self, scores: list[Reg]) -> None:
+  def _set_references(self, scores: list[Reg], largest_p: float) -> None:
     """References of the rows, from their largest in this tile; O and sums follow."""
     p, tail = self.p, self.tail
     wgmma.wait(p, 0)
@@ -327,7 +329,7 @@ class _Attend:
     references = []
     for j, k in columns:
       (old,) = self._references(4 * (2 * j + k), 1)
-      new = p.minimum(p.fma(p.max_of(self._of_warps(j, k)), self._factor * -1.0, HEADROOM), old)
+      new = p.minimum(p.fma(p.max_of(self._of_warps(j, k)), self._factor * -1.0, largest_p), old)
       shrink = p.exp2(new - old)
       for x in [self.sum[2 * j + k], *(o[4 * j + k + half] for o in self.out for half in (0, 2))]:
         p.set(x, x * shrink)

@@ -41,7 +41,7 @@ class TailJoin(decode_join.Join):
 def join(j: TailJoin) -> Ptx:
   """The program; its pointers are POINTERS_IN and POINTERS_OUT."""
   p = Ptx((*POINTERS_IN, *POINTERS_OUT))
-  thread = p.new("r", "mov.u32", "%tid.x")
+  thread = p.thread
   lane, warp = thread & 31, p.from_lane(thread >> 5, 0)
   row = p.program * WARPS + warp if j.warps == 1 else p.u32(p.program)
   part = p.u32(0) if j.warps == 1 else warp
