@@ -94,6 +94,13 @@ def by_mma(built, spec, *, config: TailConfig | None = SMALL, **options):
   return emulate(built, spec, config=config, **options)
 
 
+def by_teams(built, spec, *, config: TailConfig | None = SMALL, **options):
+  """emulate with teams of warpgroups, two of them in a block."""
+  if config is not None:
+    config = dataclasses.replace(config, engine="wide", blocks=-(-config.blocks // 2) * 2)
+  return emulate(built, spec, config=config, **options)
+
+
 class TailTest(TestCase):
   """By wgmma."""
 
@@ -392,6 +399,12 @@ class ShortTest(TailTest):
 
   emulate = staticmethod(by_mma)
   most_columns = short_attend.MAX_COLUMNS
+
+
+class WideTest(TailTest):
+  """By teams of warpgroups."""
+
+  emulate = staticmethod(by_teams)
 
 
 class DispatchTest(TestCase):

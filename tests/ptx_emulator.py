@@ -198,7 +198,15 @@ class _Block:
 
 
 _CONTROL = ("bra", "bar.sync", "bar.arrive", "bar.red", "barrier", "wgmma", "exit")
-_NOTHING = ("label", "fence", "membar", "bar.warp.sync", "prefetch", "cp.async.bulk.prefetch")
+_NOTHING = (
+  "label",
+  "fence",
+  "membar",
+  "bar.warp.sync",
+  "prefetch",
+  "cp.async.bulk.prefetch",
+  "setmaxnreg",
+)
 
 
 @functools.cache

@@ -1,6 +1,8 @@
 """wgmma of emulated PTX programs: products of four warps, with results that arrive when waited for.
 
-bf16 or f16, A in registers, B in shared memory by a descriptor: K-major with the 128-byte swizzle.
+bf16 or f16. B lies in shared memory and is given by a descriptor, with the 128-byte swizzle: its
+rows are columns of the product, or with the transposing flag they are k. A is in registers, or lies
+in shared memory with rows that are rows of the product.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ class _Product:
   """A wgmma that nobody has waited for yet, and what it reads."""
 
   result: tuple[int, ...]  # rows of registers
-  a: list[int]
+  a: list[int]  # likewise; none where A is in shared memory
   a_values: np.ndarray
-  b: np.ndarray  # items of 16 bytes in shared memory
-  b_values: bytes
+  items: np.ndarray  # of 16 bytes in shared memory
+  values: bytes
 
 
 class Wgmma:
@@ -46,14 +48,16 @@ class Wgmma:
     return bool(self.groups or self.open)
 
 
-def descriptor_items(descriptor: int, n: int) -> np.ndarray:
-  """The items of 16 bytes of B, [n, 2], column after column."""
+def descriptor_items(descriptor: int, n: int, rows_of_k: bool = False) -> np.ndarray:
+  """The items of 16 bytes of an operand: [n, 2], or [16, n / 8] where rows are k."""
   start, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+  leading = (descriptor >> 16 & 0x3FFF) << 4
   base_offset, swizzle = descriptor >> 49 & 7, descriptor >> 62
   if swizzle != SWIZZLE_128 or base_offset:
     raise NotImplementedError(f"the shared memory descriptor {descriptor:#x}")
-  column = np.arange(n)[:, None]
-  at = start + column // 8 * stride + column % 8 * 128 + 16 * np.arange(2)
+  row = np.arange(16 if rows_of_k else n)[:, None]
+  piece = np.arange(n // 8 if rows_of_k else 2)
+  at = start + row // 8 * stride + row % 8 * 128 + piece // 8 * leading + 16 * (piece % 8)
   return ((at ^ (at >> 7 & 7) << 4) - SHARED_BASE >> 4).ravel()
 
 
@@ -87,16 +91,27 @@ def _make_product(
   machine, i: Instruction, number: int, n: int, type_: np.ndarray
 ) -> Callable[[], Wait]:
   r, block, shared = machine.r, machine.block, machine.block.shared
-  results, a, descriptor, keep, scale_a, scale_b, transposed = i.args
-  if len(results) != n // 2 or len(a) != 4:
+  results, a, descriptor, keep, scale_a, scale_b, *transposed = i.args
+  in_shared = isinstance(a, Reg)
+  if len(results) != n // 2 or not (in_shared or len(a) == 4):
     raise TypeError(f"{i.op} of {len(results)} results, {len(a)} registers of A")
-  if transposed != 0 or {scale_a, scale_b} - {1, -1}:
+  if (
+    len(transposed) != 1 + in_shared
+    or set(transposed) - {0, 1}
+    or in_shared
+    and transposed[0]
+    or {scale_a, scale_b} - {1, -1}
+  ):
     raise NotImplementedError(f"{i.op} with {i.args[4:]}")
+  rows_of_k = bool(transposed[-1])
   if block.warps % 4:
     raise PtxError(f"wgmma in a block of {block.warps} warps")
-  rows, a_rows = tuple(r.row(x) for x in results), [r.row(x, "r") for x in a]
+  rows = tuple(r.row(x) for x in results)
+  a_rows = [] if in_shared else [r.row(x, "r") for x in a]
+  a_descriptor = r.u64(a) if in_shared else None
+  a_index = None if in_shared else fragment(a_rows, (16, 16))
   target, floats, descriptor = list(rows), r.words.view(np.float32), r.u64(descriptor)
-  a_index, sign = fragment(a_rows, (16, 16)), float(scale_a * scale_b)
+  sign = float(scale_a * scale_b)
   v = np.arange(n // 2)[:, None]
   order = (LANE // 4 + 8 * (v % 4 // 2)) * n + 8 * (v // 4) + 2 * (LANE % 4) + v % 2
 
@@ -112,16 +127,24 @@ def _make_product(
     wgmma = machine.warp.wgmma
     accumulates = uniform(r.pred(keep)) if isinstance(keep, Reg) else immediate(keep) != 0
     _check_registers(machine, target if accumulates else [], a_rows, rows)
-    items = descriptor_items(one_value(descriptor), n)
-    b_values = shared.read(machine.warp.index, 16, items)
-    b = type_.take(b_values.view(np.uint16).reshape(n, 16))
-    value = (type_.take(r.halves.take(a_index)) @ b.T).take(order) * sign
+    items = descriptor_items(one_value(descriptor), n, rows_of_k)
+    stored = shared.read(machine.warp.index, 16, items).view(np.uint16)
+    b = type_.take(stored.reshape(16, n) if rows_of_k else stored.reshape(n, 16).T)
+    if a_descriptor is None:
+      left = r.halves.take(a_index)
+    else:
+      of_warp = slice(32 * (machine.warp.index % 4), 32 * (machine.warp.index % 4) + 32)
+      of_left = descriptor_items(one_value(a_descriptor), 64)[of_warp]
+      left = shared.read(machine.warp.index, 16, of_left).view(np.uint16).reshape(16, 16)
+      items = np.concatenate([items, of_left])
+    value = (type_.take(left) @ b).take(order) * sign
     if accumulates:
       value += wgmma.values.get(rows, floats[target])
     value = value.astype(np.float32)
     value.view(np.uint32)[np.isnan(value)] = numbers.F32_NAN
     wgmma.values[rows] = value
-    wgmma.open.append(_Product(rows, a_rows, r.words[a_rows], items, b_values.tobytes()))
+    values = shared.read(machine.warp.index, 16, items).tobytes()
+    wgmma.open.append(_Product(rows, a_rows, r.words[a_rows], items, values))
     r.words[target] = POISON
 
   return start
@@ -149,8 +172,8 @@ def _wait(machine, left: int) -> None:
     for product in wgmma.groups.pop(0):
       if (words[product.a] != product.a_values).any():
         raise PtxError("registers of A changed while the wgmma was in flight")
-      if shared.read(machine.warp.index, 16, product.b).tobytes() != product.b_values:
-        raise PtxError("B changed in shared memory while the wgmma was in flight")
+      if shared.read(machine.warp.index, 16, product.items).tobytes() != product.values:
+        raise PtxError("an operand changed in shared memory while the wgmma was in flight")
       later = [p.result for group in (*wgmma.groups, wgmma.open) for p in group]
       if product.result in later or product.result not in wgmma.values:
         continue

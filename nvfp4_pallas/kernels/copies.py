@@ -26,6 +26,10 @@ def announce(p: Ptx, barrier: Mem, nbytes: Reg | int, when: Reg) -> None:
   p.emit("mbarrier.arrive.expect_tx.shared::cta.b64", "_", barrier, nbytes, when=when)
 
 
+def arrive(p: Ptx, barrier: Mem, when: Reg) -> None:
+  p.emit("mbarrier.arrive.shared::cta.b64", "_", barrier, when=when)
+
+
 def start_copy(
   p: Ptx, target: Mem, source: Reg, nbytes: Reg | int, barrier: Mem, policy: Reg, when: Reg
 ) -> None:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from nvfp4_pallas.batch import RaggedBatch
 from nvfp4_pallas.cache import PagedKVCache
-from nvfp4_pallas.kernels import short_attend, tail_attend, tail_join
+from nvfp4_pallas.kernels import short_attend, tail_attend, tail_join, wide_attend, wide_layout
 from nvfp4_pallas.kernels.decode_layout import WARPS, Ring
 from nvfp4_pallas.kernels.decode_mosaic_sm90 import (
   MAX_SOFT_CAP,
@@ -43,6 +43,7 @@ from nvfp4_pallas.kernels.ptx_launch import Kernel
 from nvfp4_pallas.kernels.short_attend import Short
 from nvfp4_pallas.kernels.tail_join import TailJoin
 from nvfp4_pallas.kernels.tail_layout import HEAD_DIM, MAX_ROWS, TILE, Tail
+from nvfp4_pallas.kernels.wide_layout import Wide
 from nvfp4_pallas.read_paths import AttentionSpec
 
 READ_PATHS = ("nvfp4_dequant", "nvfp4_a4q")
@@ -145,7 +146,7 @@ def kernels(
     "soft_cap": spec.soft_cap,
     "out_dtype": jnp.dtype(out_dtype).name,
   }
-  short = config.engine == "mma"
+  short, team = config.engine == "mma", config.engine == "wide"
   cut = Cut(
     num_seqs=num_seqs,
     kv_heads=kv_heads,
@@ -159,6 +160,10 @@ def kernels(
     problem = Short(keys=NvFp4Fragments(HEAD_DIM), values=NvFp4Fragments(HEAD_DIM), **common)
     program, tile_rows = short_attend.attend(problem, cut, config.stages), problem.columns
     smem_bytes = problem.smem_bytes(Ring(cut.tile, config.stages, problem).smem_bytes)
+  elif team:
+    wide = Wide(stages=config.stages, slots=(2, 2 if common["q_operands"] == 1 else 1), **common)
+    program, tile_rows = wide_attend.attend(wide, cut), wide_layout.ROWS
+    smem_bytes = wide.smem_bytes
   else:
     tail = Tail(stages=config.stages, **common)
     program, tile_rows = tail_attend.attend(tail, cut), tail.rows
@@ -167,7 +172,8 @@ def kernels(
   attend = Kernel(
     name="short_attend" if short else "tail_attend",
     program=program,
-    blocks=config.blocks,
+    blocks=config.blocks // wide_layout.TEAMS if team else config.blocks,
+    threads=512 if team else 128,
     smem_bytes=smem_bytes,
     makes={
       "out": jax.ShapeDtypeStruct((tokens, num_q_heads, HEAD_DIM), common["out_dtype"]),

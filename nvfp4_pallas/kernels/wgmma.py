@@ -40,10 +40,34 @@ def begin(p: Ptx) -> None:
   p.emit("wgmma.fence.sync.aligned")
 
 
-def multiply(p: Ptx, acc: list[Reg], a: list[Reg], b: Reg, accumulate: Reg) -> None:
-  """Starts acc += a b of 16 values of k, or acc = a b; the columns are two to a register of acc."""
-  op = f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}k16.f32.f16.f16"
-  p.emit(op, acc, a, b, accumulate, 1, 1, 0)
+def across(low: Reg, part: int) -> Reg:
+  """The low word of the descriptor of an operand whose rows are k, 64 columns in 128 bytes each.
+
+  Args:
+    low: descriptor()'s.
+    part: bytes from those columns to the next 64.
+  """
+  return (low & 0xFFFF) | (part >> 4) << 16
+
+
+def multiply(
+  p: Ptx, acc: list[Reg], a: list[Reg], b: Reg, accumulate: Reg, rows_of_k: bool = False
+) -> None:
+  """Starts acc += a b of 16 values of k, or acc = a b; the columns are two to a register of acc.
+
+  Args:
+    rows_of_k: of b, which is across()'s.
+  """
+  p.emit(_op(acc), acc, a, b, accumulate, 1, 1, int(rows_of_k))
+
+
+def multiply_shared(p: Ptx, acc: list[Reg], a: Reg, b: Reg, accumulate: Reg) -> None:
+  """The same with the left operand in shared memory, where its 64 rows lie as right()'s columns."""
+  p.emit(_op(acc), acc, a, b, accumulate, 1, 1, 0, 0)
+
+
+def _op(acc: list[Reg]) -> str:
+  return f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}k16.f32.f16.f16"
 
 
 def commit(p: Ptx) -> None:

@@ -1,0 +1,379 @@
+"""Attention of query tiles of up to 64 rows, NVFP4 widened once for all of them. PTX.
+
+    S = q K^T    P = exp2(c S + r)    O += P V    c = sm_scale k_global_scale / ln 2
+
+A block holds two teams, each of which takes a query tile, the rows of one KV head for up to
+64 / group consecutive tokens of a sequence, through its run of key tiles (query_walk.py). A team is
+two warpgroups. One widens K and V to float16 in shared memory (wide_producer.py), the other, this
+file, multiplies: q and K from there, P from registers, as in FlashAttention-3 (arXiv 2407.08608).
+
+    tensor cores   S of tile i    | O of i - 1, still  |  S of i + 1, O of i   | ...
+    warps                         | P of i             |                       | P of i + 1 ...
+
+While one team makes P, the other's products run. The exponents of a row are taken against a
+reference r that its first tile sets, so that the largest P of that tile is 2^10. Where P of a warp
+would reach 2^15, it sets new references, such that the largest of the tile is 2^4 at most, and
+makes P again. So no maximum is needed, and hardly ever anything rescaled. float16 has full
+precision down to 2^-14: keys that weigh 2^-18 of the tile's largest have all its digits.
+
+A lane has the rows g and g + 8 of its warp's 16. Up to 32 rows are spread so that each warp has
+eight, and P of the others, which are not there, is 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+from nvfp4_pallas.kernels import copies, wgmma, wide_producer, wide_slots
+from nvfp4_pallas.kernels.decode_work import Cut
+from nvfp4_pallas.kernels.mma_fragments import NvFp4Fragments
+from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg, Scope
+from nvfp4_pallas.kernels.q_operands import (
+  Q_EXPONENT,
+  in_order,
+  largest_of,
+  load_quarters,
+  to_f16,
+  unit_for,
+)
+from nvfp4_pallas.kernels.query_walk import QueryWalk
+from nvfp4_pallas.kernels.results import LOG2_E, NEG_INF, store_piece, store_result
+from nvfp4_pallas.kernels.wide_layout import (
+  HEAD_DIM,
+  PART,
+  PARTS,
+  ROLES,
+  ROWS,
+  TEAMS,
+  THREADS,
+  TILE,
+  WARPS,
+  Wide,
+)
+from nvfp4_pallas.kernels.wide_producer import Producer
+from nvfp4_pallas.kernels.wide_slots import Slots
+
+FIRST_P = 10.0  # log2 of the largest P of a row's first tile
+LATER_P = 4.0  # and at most of a tile for which P was made again
+NO_REFERENCE = 1e30
+# Registers of a thread: 256 for one of each role, as 512 threads have 65536.
+REGISTERS = {"attend": 168, "widen": 88}
+
+POINTERS_IN = ("q", "table", "kv_lens", "cu_q_lens", "k_global", "v_global")
+POOL_POINTERS = ("k", "k_scale", "v", "v_scale")
+POINTERS_OUT = ("out", "lse", "pieces", "piece_lse", "piece_slots")
+
+
+def attend(wide: Wide, cut: Cut) -> Ptx:
+  """The program of both roles; its pointers are POINTERS_IN, POOL_POINTERS and POINTERS_OUT."""
+  p = Ptx(
+    (*POINTERS_IN, *POOL_POINTERS, *POINTERS_OUT),
+    teams=TEAMS,
+    roles=ROLES,
+    smem_bytes=wide.team_bytes,
+  )
+  smem = (p.smem + (wgmma.ALIGNMENT - 1)) & ~(wgmma.ALIGNMENT - 1) % 2**32
+  warp, lane = p.from_lane(p.thread >> 5, 0), p.thread & 31
+  maker = p.role.eq(0) & p.thread.eq(0)
+  wide_producer.make_barriers(p, wide, smem, maker)
+  wide_slots.make_barriers(p, wide, smem, maker)
+  p.emit("bar.sync", TEAMS * ROLES, TEAMS * ROLES * THREADS)
+
+  def walk(scope: Scope) -> QueryWalk:
+    return QueryWalk(p, cut, lane, scope, width=wide.width, group=wide.group, causal=wide.causal)
+
+  with p.when(p.role.eq(1)):
+    p.emit("setmaxnreg.dec.sync.aligned.u32", REGISTERS["widen"])
+    with p.scope() as scope:
+      producer, work = Producer(p, wide, cut.kv_heads, smem, warp, lane), walk(scope)
+      with p.loop() as segments:
+        work.start_segment()
+        producer.segment(work)
+        work.end_segment()
+        segments.leave_if(work.at_end)
+        work.next_pair()
+  with p.when(p.role.eq(0)):
+    p.emit("setmaxnreg.inc.sync.aligned.u32", REGISTERS["attend"])
+    with p.scope() as scope:
+      consumer, work = _Consumer(p, wide, smem, warp, lane), walk(scope)
+      with p.loop() as segments:
+        work.start_segment()
+        consumer.segment(work)
+        work.end_segment()
+        segments.leave_if(work.at_end)
+        p.sync(THREADS)  # q of this one has been read
+        work.next_pair()
+  return p
+
+
+class _Consumer:
+  """The warpgroup that attends."""
+
+  work: QueryWalk
+
+  def __init__(self, p: Ptx, wide: Wide, smem: Reg, warp: Reg, lane: Reg):
+    self.p, self.wide, self.smem = p, wide, smem
+    self.warp, self.g, self.c = warp, lane >> 2, lane & 3
+    self.first_lane = lane.eq(0)
+    self.codes = NvFp4Fragments(HEAD_DIM)
+    self.keys, self.values = (Slots(p, wide, smem, pool) for pool in range(2))
+    yes = p.u32(0)
+    self.yes, self.no = yes.eq(0), yes.ne(0)
+
+  @property
+  def _halves(self) -> range:
+    """Of the lane's two rows of a product, which are there."""
+    return range(self.wide.halves)
+
+  def _row(self, half: int) -> Reg:
+    """Of the query tile, the lane's row."""
+    return self.warp * (8 * self.wide.halves) + self.g + 8 * half
+
+  def segment(self, work: QueryWalk) -> None:
+    p = self.p
+    self.work = work
+    self._load_q()
+    self.out = [p.f32(0.0) for _ in range(HEAD_DIM // 2)]
+    self.sums = [p.f32(0.0) for _ in self._halves]
+    self.references = [p.f32(0.0) for _ in self._halves]
+    self.scores = p.registers("f", TILE // 2)
+    self.weights = [p.u32(0) for _ in range(TILE // 4)]  # P, pairs of keys
+    self.tile_sums = p.registers("f", self.wide.halves)
+    p.emit("fence.proxy.async.shared::cta")
+    p.sync(THREADS)
+
+    key = p.u32(work.first_tile * TILE)
+    end = key + work.count * TILE
+    self.keys.wait_full()
+    self._multiply_keys()
+    wgmma.wait(p, 0)
+    self.keys.tell_empty(self.first_lane)
+    self._finish_scores(key)
+    self._set_references(FIRST_P)
+    is_first = p.u32(1)
+    with p.loop() as tiles:
+      self._make_weights()
+      with p.when(is_first.eq(0)):
+        self.values.tell_empty(self.first_lane)
+      p.set(is_first, 0)
+      p.set(key, key + TILE)
+      tiles.leave_if(key >= end)
+      self.keys.wait_full()
+      self._multiply_keys()
+      self.values.wait_full()
+      self._multiply_values()
+      wgmma.wait(p, 1)  # S
+      self.keys.tell_empty(self.first_lane)
+      self._finish_scores(key)
+    self.values.wait_full()
+    self._multiply_values()
+    wgmma.wait(p, 0)
+    self.values.tell_empty(self.first_lane)
+    self._finish()
+
+  # q, in shared memory.
+
+  def _load_q(self) -> None:
+    """q to shared memory, a left operand that lies as right ones do, in the order of K's columns.
+
+    A thread takes a quarter of each of two rows of the product.
+    """
+    p, wide = self.p, self.wide
+    items = []
+    for start in range(0, 4 * ROWS, THREADS):
+      item = p.thread + start if start else p.thread
+      place, c = item >> 2, item & 3
+      row = place
+      if wide.halves == 1:  # of each 16 places the first eight
+        row = (place >> 4) * 8 + (place & 7)
+      operands = load_quarters(
+        p,
+        self.work.q_row(self.work.row_or_last(row)),  # what is not there repeats another row
+        c,
+        operands=wide.q_operands,
+        dim=HEAD_DIM,
+        negate=wide.sm_scale < 0,
+      )
+      items.append((place, c, operands))
+
+    largest = p.u32(0)
+    for _, _, operands in items:
+      of_item = largest_of(p, operands)
+      # A row that is not finite must not set the unit of the others.
+      p.set(largest, p.maximum(largest, p.select(of_item < 0x7F800000, of_item, 0)))
+    at = Mem(self.smem + self.warp * 4, wide.reduction)
+    p.store("shared", at, [p.max_lanes(largest)], when=self.first_lane)
+    p.sync(THREADS)
+    of_warps = p.load("shared", Mem(self.smem, wide.reduction), WARPS)
+    inverse, unit = unit_for(p, p.max_of(of_warps), Q_EXPONENT)
+    for place, c, operands in items:
+      for operand, words in enumerate(operands):
+        pairs = in_order(p, to_f16(p, words, inverse), self.codes.word_pairs())
+        part = self.smem + ((c >> 1) * (ROWS * wgmma.ROW) + place * wgmma.ROW)
+        for j in range(4):
+          piece = (c & 1) * 64 + 16 * j
+          to = Mem(part + wgmma.place(place, piece), wide.q_place(operand, 0))
+          p.store("shared", to, pairs[4 * j : 4 * j + 4])
+
+    at = p.address(p.pointer("k_global"), self.work.head, 4)
+    (k_global,) = p.load("global.nc", Mem(at), kind="f")
+    scale = k_global * (abs(wide.sm_scale) * LOG2_E * self.codes.unit) * unit
+    # Where it underflows, so do scores; but 0 times the -inf of a key that is not seen is NaN.
+    self.scale = p.select(scale.eq(0.0), 2.0**-126, scale)
+
+  # One tile.
+
+  def _multiply_keys(self) -> None:
+    """Starts S of the tile that K's slot holds."""
+    p, wide = self.p, self.wide
+    q, k = wgmma.descriptor(self.smem), wgmma.descriptor(self.keys.address)
+    wgmma.begin(p)
+    keep = self.no
+    for part in range(PARTS):
+      for step in range(0, wgmma.ROW, wgmma.STEP):
+        b = wgmma.right(p, k, part * PART + step)
+        for operand in range(wide.q_operands):
+          a = wgmma.right(p, q, wide.q_place(operand, part) + step)
+          wgmma.multiply_shared(p, self.scores, a, b, keep)
+          keep = self.yes
+    wgmma.commit(p)
+
+  def _multiply_values(self) -> None:
+    """Starts O += P V of the tile that V's slot holds."""
+    p = self.p
+    v = wgmma.across(wgmma.descriptor(self.values.address), PART)
+    wgmma.begin(p)
+    for i in range(TILE // 16):
+      b = wgmma.right(p, v, i * 16 * wgmma.ROW)
+      a = self.weights[4 * i : 4 * i + 4]
+      wgmma.multiply(p, self.out, a, b, self.yes, rows_of_k=True)
+    wgmma.commit(p)
+
+  def _finish_scores(self, key: Reg) -> None:
+    """Scores as they come from the product become those that P is made of."""
+    p, cap = self.p, self.wide.soft_cap
+    if cap is not None:
+      # cap tanh(s / cap) = cap - 2 cap / (1 + exp(2 s / cap)), in log2 units.
+      for x in self._all_scores():
+        power = p.exp2(x * self.scale * (2.0 / cap))
+        p.set(x, p.fma(p.reciprocal(power + 1.0), -2.0 * cap * LOG2_E, cap * LOG2_E))
+    with p.when(self.work.is_partial(key)):
+      mine = key + self.c * 2
+      for half in self._halves:
+        unseen = self.work.unseen_by(self._row(half))
+        for j, pair in enumerate(self._scores_of(half)):
+          for k, x in enumerate(pair):
+            p.set(x, p.select(unseen(mine + (8 * j + k)), NEG_INF, x))
+
+  def _scores_of(self, half: int) -> list[list[Reg]]:
+    """Pairs of a row's scores: keys 8 j + 2 c and the next."""
+    return [self.scores[4 * j + 2 * half : 4 * j + 2 * half + 2] for j in range(TILE // 8)]
+
+  def _all_scores(self) -> list[Reg]:
+    return [x for half in self._halves for pair in self._scores_of(half) for x in pair]
+
+  @property
+  def _factor(self) -> Reg:
+    """What brings scores to log2 units; with a cap they are in them."""
+    return self.scale if self.wide.soft_cap is None else self.p.f32(1.0)
+
+  def _set_references(self, largest_p: float) -> None:
+    """References of the lane's rows from their largest score in the tile; O and sums follow."""
+    p = self.p
+    for half, reference in enumerate(self.references):
+      top = p.max_of([x for pair in self._scores_of(half) for x in pair])
+      for step in (1, 2):  # over the lanes that have the row
+        top = p.maximum(top, p.shuffle_xor(top, step))
+      new = p.fma(top, self._factor * -1.0, largest_p)
+      if largest_p == LATER_P:
+        new = p.minimum(new, reference)
+        shrink = p.exp2(new - reference)
+        of_row = [self.out[4 * j + 2 * half + k] for j in range(HEAD_DIM // 8) for k in range(2)]
+        for x in (self.sums[half], *of_row):
+          p.set(x, x * shrink)
+      else:
+        new = p.minimum(new, NO_REFERENCE)  # where no key is seen
+      p.set(reference, new)
+
+  def _make_weights(self) -> None:
+    """P of the tile, and its sums. Waits for O of the tile before, which reads the last P."""
+    p = self.p
+    values = self._exponentiate()
+    wgmma.wait(p, 0)
+    with p.when(p.any_lane(self._pack(values))):
+      self._set_references(LATER_P)
+      self._pack(self._exponentiate())
+    for total, of_tile in zip(self.sums, self.tile_sums, strict=True):
+      p.set(total, total + of_tile)
+
+  def _exponentiate(self) -> list[list[Reg]]:
+    """P by the references, of each row, and its sums."""
+    p, factor, values = self.p, self._factor, []
+    for half, (reference, of_tile) in enumerate(zip(self.references, self.tile_sums, strict=True)):
+      scores = [x for pair in self._scores_of(half) for x in pair]
+      of_row = [p.exp2(p.fma(x, factor, reference)) for x in scores]
+      p.set(of_tile, functools.reduce(operator.add, of_row))
+      values.append(of_row)
+    return values
+
+  def _pack(self, values: list[list[Reg]]) -> Reg:
+    """P as float16, for products; whether one is too large. Of rows that are not there it is 0."""
+    p, packed = self.p, []
+    for half, of_row in enumerate(values):
+      for j in range(TILE // 8):
+        word = self.weights[2 * j + half]
+        p.emit("cvt.rn.f16x2.f32", word, of_row[2 * j + 1], of_row[2 * j])
+        packed.append(word)
+    largest = functools.reduce(p.max_f16x2, packed)
+    # 2^15 or more, or NaN: the upper four bits of the exponent are ones, and one more carries over.
+    return (((largest & 0x78007800) + 0x08000800) & 0x80008000).ne(0)
+
+  # The end of a segment.
+
+  def _finish(self) -> None:
+    p = self.p
+    at = p.address(p.pointer("v_global"), self.work.head, 4)
+    (v_global,) = p.load("global.nc", Mem(at), kind="f")
+    out_scale = v_global * self.codes.unit
+    slot = self.work.tell_pieces(p.thread)
+    for half in self._halves:
+      total = self.sums[half]
+      for step in (1, 2):
+        total = total + p.shuffle_xor(total, step)
+      empty = total.eq(0.0)
+      factor = p.select(empty, 0.0, p.reciprocal(total) * out_scale)
+      lse = p.select(empty, NEG_INF, p.log2(total) - self.references[half])
+      row = self._row(half)
+      real = self.work.is_row(row)
+      whole, piece = real & self.work.is_whole, real & ~self.work.is_whole
+      out_row = self.work.q_row(self.work.row_or_last(row))
+      for first in range(0, HEAD_DIM // 8, 4):
+        values = [x * factor for x in self._columns(first, half)]
+        column = (self.c + first) * 8
+        store_result(p, self.wide.out_dtype, HEAD_DIM, out_row, column, values, lse, whole)
+        store_piece(p, HEAD_DIM, slot * ROWS + row, column, values, lse, piece)
+
+  def _columns(self, first: int, half: int) -> list[Reg]:
+    """Eight neighbouring columns of the lane's row, from 8 (first + c) on.
+
+    Of each eight columns the lane c has c and c + 4, so four lanes exchange those of four eights.
+    """
+    columns = []
+    for k in range(2):
+      of_eights = [self.out[4 * (first + i) + 2 * half + k] for i in range(4)]
+      columns += _transpose(self.p, of_eights, self.c)
+    return columns
+
+
+def _transpose(p: Ptx, values: list[Reg], c: Reg) -> list[Reg]:
+  """Four lanes, four values each: value i of lane c becomes value c of lane i."""
+  for bit in (1, 2):
+    upper = (c & bit).ne(0)
+    values = list(values)
+    for i in (i for i in range(4) if not i & bit):
+      mine, other = values[i], values[i + bit]
+      # A lower lane gives its upper value and gets the upper lane's lower one.
+      got = p.shuffle_xor(p.select(upper, mine, other), bit)
+      values[i], values[i + bit] = p.select(upper, got, mine), p.select(upper, other, got)
+  return values
