@@ -34,7 +34,7 @@ from nvfp4_pallas.kernels.wide_slots import Slots
 
 _ROW = CODES // SHARE  # bytes of a key's codes
 _BLOCKS = SCALES // SHARE  # of a key, a byte each
-_AT_ONCE = 8  # keys
+_KEYS = range(0, SHARE, 8)  # of a lane: its own of eight, and of the next eight
 
 
 class Producer:
@@ -47,6 +47,19 @@ class Producer:
     self._ring = smem + self._warp * (wide.stages * STAGE) + wide.ring
     self._barriers = smem + self._warp * (8 * wide.stages) + wide.ring_barriers
     self._policy = copies.evict_first(p)
+    # Each of four lanes copies one array: where it is, bytes of a share, place in a stage.
+    self._array = p.new("d", "mov.b64", p.pointer("k"))
+    self._bytes, self._place = p.u32(CODES), p.u32(0)
+    of_others = (
+      ("v", CODES, CODES),
+      ("k_scale", SCALES, 2 * CODES),
+      ("v_scale", SCALES, 2 * CODES + SCALES),
+    )
+    for i, (name, nbytes, place) in enumerate(of_others):
+      mine = lane.eq(i + 1)
+      p.set(self._array, p.pointer(name), when=mine)
+      p.set(self._bytes, nbytes, when=mine)
+      p.set(self._place, place, when=mine)
     self._slots = Slots(p, wide, smem, 0), Slots(p, wide, smem, 1)
     self._stage, self._phase, self._issue_stage = p.u32(0), p.u32(0), p.u32(0)
     key, c = lane >> 2, lane & 3
@@ -79,19 +92,22 @@ class Producer:
       self._issue()
     unseen = work.unseen_by_all()
     with p.loop() as tiles:
-      copies.wait(p, Mem(self._barriers + self._stage * 8), self._phase)
-      at = p.mad(self._stage, STAGE, self._ring)
       key = (work.first_tile + done) * (SHARE * WARPS) + (self._warp * SHARE + (self._lane >> 2))
-      for pool, slots in enumerate(self._slots):
-        slots.wait_empty()
-        for keys in range(0, SHARE, _AT_ONCE):
-          hidden = unseen(key + keys) if pool == 1 else None
-          self._widen(at, pool, keys, slots.address, hidden)
-        p.emit("fence.proxy.async.shared::cta")
-        slots.tell_full(self._first_lane)
+      copies.wait(p, Mem(self._barriers + self._stage * 8), self._phase)
+      stage = p.mad(self._stage, STAGE, self._ring)
+      raw = [
+        [self._load(stage, pool, keys, unseen(key + keys) if pool else None) for keys in _KEYS]
+        for pool in range(2)
+      ]
       self._advance()
       with p.when(self._issued < work.count):
         self._issue()
+      for slots, of_pool in zip(self._slots, raw, strict=True):
+        slots.wait_empty()
+        for keys, words in zip(_KEYS, of_pool, strict=True):
+          self._widen(slots.address, keys, *words)
+        p.emit("fence.proxy.async.shared::cta")
+        slots.tell_full(self._first_lane)
       p.set(done, done + 1)
       tiles.leave_if(done >= work.count)
 
@@ -101,18 +117,21 @@ class Producer:
     self._walk.reach(self._issued)
     barrier = Mem(self._barriers + self._issue_stage * 8)
     copies.announce(p, barrier, STAGE, self._first_lane)
+    p.sync_warp()
     (run,) = self._walk.runs(self._issued, self._work.head)
-    target, place = p.mad(self._issue_stage, STAGE, self._ring), 0
-    for name, nbytes in (("k", CODES), ("v", CODES), ("k_scale", SCALES), ("v_scale", SCALES)):
-      source = p.address(p.pointer(name), run, nbytes)
-      where = Mem(target, place)
-      copies.start_copy(p, where, source, nbytes, barrier, self._policy, self._first_lane)
-      place += nbytes
+    target = p.mad(self._issue_stage, STAGE, self._ring) + self._place
+    source = p.new("d", "mad.wide.u32", run, self._bytes, self._array)
+    copier = self._lane < 4
+    copies.start_copy(p, Mem(target), source, self._bytes, barrier, self._policy, copier)
     p.set(self._issued, self._issued + 1)
     p.set(self._issue_stage, self._after(self._issue_stage))
 
-  def _widen(self, stage: Reg, pool: int, keys: int, slot: Reg, hidden: Reg | None) -> None:
-    """Eight keys of a share, each a quarter of a lane's. `hidden`: nobody sees the key."""
+  def _load(self, stage: Reg, pool: int, keys: int, hidden: Reg | None) -> tuple[list[Reg], Reg]:
+    """A quarter of one of eight keys: words of codes by turns, and the two scales as float16.
+
+    Args:
+      hidden: nobody sees the key.
+    """
     p = self._p
     codes, scales = pool * CODES + keys * _ROW, 2 * CODES + pool * SCALES + keys * _BLOCKS
     words = [
@@ -123,7 +142,12 @@ class Producer:
     (both,) = p.load("shared", Mem(stage + self._scales, scales), size=2)
     if hidden is not None:
       both = p.select(hidden, 0, both)  # so that P, which is 0, does not meet a NaN
-    factors = p.e4m3_to_f16(p.halves(both)[0])
+    return words, both
+
+  def _widen(self, slot: Reg, keys: int, words: list[Reg], scales: Reg) -> None:
+    """What was loaded, to a slot."""
+    p = self._p
+    factors = p.e4m3_to_f16(p.halves(scales)[0])
     of_turns = [p.new("r", "prmt.b32", factors, 0, selector) for selector in self._selectors]
     target = slot + self._target
     for j, word in enumerate(words):
