@@ -12,12 +12,9 @@ file, multiplies: q and K from there, P from registers, as in FlashAttention-3 (
 
 While one team makes P, the other's products run. The exponents of a row are taken against a
 reference r that its first tile sets, so that the largest P of that tile is 2^10. Where P of a warp
-would reach 2^15, it sets new references, such that the largest of the tile is 2^4 at most, and
-makes P again. So no maximum is needed, and hardly ever anything rescaled. float16 has full
-precision down to 2^-14: keys that weigh 2^-18 of the tile's largest have all its digits.
-
-A lane has the rows g and g + 8 of its warp's 16. Up to 32 rows are spread so that each warp has
-eight, and P of the others, which are not there, is 0.
+would reach 2^15, it sets new references, such that the largest of the tile is 2^4 at most. So
+hardly ever anything is rescaled. float16 has full precision down to 2^-14: keys that weigh 2^-18 of
+the tile's largest have all its digits.
 """
 
 from __future__ import annotations
@@ -55,10 +52,12 @@ from nvfp4_pallas.kernels.wide_producer import Producer
 from nvfp4_pallas.kernels.wide_slots import Slots
 
 FIRST_P = 10.0  # log2 of the largest P of a row's first tile
-LATER_P = 4.0  # and at most of a tile for which P was made again
+LATER_P = 4.0  # and at most of a tile that sets new references
+MOST_P = 15.0  # log2 of what P must not pass: float16 ends at 2^16
 NO_REFERENCE = 1e30
+ROWS_OF_LANE = range(2)  # of the 16 that a warp has of a product: g and g + 8
 # Registers of a thread: 256 for one of each role, as 512 threads have 65536.
-REGISTERS = {"attend": 168, "widen": 88}
+REGISTERS = {"attend": 176, "widen": 80}
 
 POINTERS_IN = ("q", "table", "kv_lens", "cu_q_lens", "k_global", "v_global")
 POOL_POINTERS = ("k", "k_scale", "v", "v_scale")
@@ -121,27 +120,23 @@ class _Consumer:
     yes = p.u32(0)
     self.yes, self.no = yes.eq(0), yes.ne(0)
 
-  @property
-  def _halves(self) -> range:
-    """Of the lane's two rows of a product, which are there."""
-    return range(self.wide.halves)
-
   def _row(self, half: int) -> Reg:
-    """Of the query tile, the lane's row."""
-    return self.warp * (8 * self.wide.halves) + self.g + 8 * half
+    """Of the query tile, one of the lane's two rows."""
+    return self.warp * 16 + self.g + 8 * half
 
   def segment(self, work: QueryWalk) -> None:
-    p = self.p
+    p, wide = self.p, self.wide
     self.work = work
     self._load_q()
     self.out = [p.f32(0.0) for _ in range(HEAD_DIM // 2)]
-    self.sums = [p.f32(0.0) for _ in self._halves]
-    self.references = [p.f32(0.0) for _ in self._halves]
+    self.sums = [p.f32(0.0) for _ in ROWS_OF_LANE]
+    self.references = [p.f32(NO_REFERENCE) for _ in ROWS_OF_LANE]
+    self.limits = [p.f32(NEG_INF) for _ in ROWS_OF_LANE]
     self.scores = p.registers("f", TILE // 2)
-    self.weights = [p.u32(0) for _ in range(TILE // 4)]  # P, pairs of keys
-    self.tile_sums = p.registers("f", self.wide.halves)
+    self.weights = p.registers("r", TILE // 4)  # P, pairs of keys
     p.emit("fence.proxy.async.shared::cta")
     p.sync(THREADS)
+    self.q = self._load_fragments() if wide.q_operands == 1 else None
 
     key = p.u32(work.first_tile * TILE)
     end = key + work.count * TILE
@@ -150,7 +145,7 @@ class _Consumer:
     wgmma.wait(p, 0)
     self.keys.tell_empty(self.first_lane)
     self._finish_scores(key)
-    self._set_references(FIRST_P)
+    self._set_references(self._tops(), FIRST_P)
     is_first = p.u32(1)
     with p.loop() as tiles:
       self._make_weights()
@@ -183,19 +178,16 @@ class _Consumer:
     items = []
     for start in range(0, 4 * ROWS, THREADS):
       item = p.thread + start if start else p.thread
-      place, c = item >> 2, item & 3
-      row = place
-      if wide.halves == 1:  # of each 16 places the first eight
-        row = (place >> 4) * 8 + (place & 7)
+      row, c = item >> 2, item & 3
       operands = load_quarters(
         p,
-        self.work.q_row(self.work.row_or_last(row)),  # what is not there repeats another row
+        self.work.q_row(self.work.row_or_last(row)),  # rows past the last one repeat it
         c,
         operands=wide.q_operands,
         dim=HEAD_DIM,
         negate=wide.sm_scale < 0,
       )
-      items.append((place, c, operands))
+      items.append((row, c, operands))
 
     largest = p.u32(0)
     for _, _, operands in items:
@@ -207,13 +199,13 @@ class _Consumer:
     p.sync(THREADS)
     of_warps = p.load("shared", Mem(self.smem, wide.reduction), WARPS)
     inverse, unit = unit_for(p, p.max_of(of_warps), Q_EXPONENT)
-    for place, c, operands in items:
+    for row, c, operands in items:
       for operand, words in enumerate(operands):
         pairs = in_order(p, to_f16(p, words, inverse), self.codes.word_pairs())
-        part = self.smem + ((c >> 1) * (ROWS * wgmma.ROW) + place * wgmma.ROW)
+        part = self.smem + ((c >> 1) * (ROWS * wgmma.ROW) + row * wgmma.ROW)
         for j in range(4):
           piece = (c & 1) * 64 + 16 * j
-          to = Mem(part + wgmma.place(place, piece), wide.q_place(operand, 0))
+          to = Mem(part + wgmma.place(row, piece), wide.q_place(operand, 0))
           p.store("shared", to, pairs[4 * j : 4 * j + 4])
 
     at = p.address(p.pointer("k_global"), self.work.head, 4)
@@ -222,6 +214,24 @@ class _Consumer:
     # Where it underflows, so do scores; but 0 times the -inf of a key that is not seen is NaN.
     self.scale = p.select(scale.eq(0.0), 2.0**-126, scale)
 
+  def _load_fragments(self) -> list[list[Reg]]:
+    """The warp's rows of q as left operands in registers, which spares shared memory their reads.
+
+    Matrix m of four: rows 8 of (m % 2), columns 8 of (m / 2).
+    """
+    p, fragments = self.p, []
+    row = self.warp * 16 + (p.thread & 15)
+    at = self.smem + row * wgmma.ROW
+    for part in range(PARTS):
+      for step in range(0, wgmma.ROW, wgmma.STEP):
+        # Its second 16 bytes for the upper lanes.
+        piece = ((row & 7) * 16) ^ ((p.thread & 16) ^ step)
+        four = p.registers("r", 4)
+        where = Mem(at + piece, self.wide.q_place(0, part))
+        p.emit("ldmatrix.sync.aligned.m8n8.x4.shared.b16", four, where)
+        fragments.append(four)
+    return fragments
+
   # One tile.
 
   def _multiply_keys(self) -> None:
@@ -229,14 +239,15 @@ class _Consumer:
     p, wide = self.p, self.wide
     q, k = wgmma.descriptor(self.smem), wgmma.descriptor(self.keys.address)
     wgmma.begin(p)
-    keep = self.no
-    for part in range(PARTS):
-      for step in range(0, wgmma.ROW, wgmma.STEP):
-        b = wgmma.right(p, k, part * PART + step)
-        for operand in range(wide.q_operands):
-          a = wgmma.right(p, q, wide.q_place(operand, part) + step)
-          wgmma.multiply_shared(p, self.scores, a, b, keep)
-          keep = self.yes
+    for i in range(HEAD_DIM // 16):
+      part, step = divmod(i * wgmma.STEP, wgmma.ROW)
+      b = wgmma.right(p, k, part * PART + step)
+      if self.q is not None:
+        wgmma.multiply(p, self.scores, self.q[i], b, self.yes if i else self.no)
+        continue
+      for operand in range(wide.q_operands):
+        a = wgmma.right(p, q, wide.q_place(operand, part) + step)
+        wgmma.multiply_shared(p, self.scores, a, b, self.yes if i or operand else self.no)
     wgmma.commit(p)
 
   def _multiply_values(self) -> None:
@@ -260,7 +271,7 @@ class _Consumer:
         p.set(x, p.fma(p.reciprocal(power + 1.0), -2.0 * cap * LOG2_E, cap * LOG2_E))
     with p.when(self.work.is_partial(key)):
       mine = key + self.c * 2
-      for half in self._halves:
+      for half in ROWS_OF_LANE:
         unseen = self.work.unseen_by(self._row(half))
         for j, pair in enumerate(self._scores_of(half)):
           for k, x in enumerate(pair):
@@ -271,63 +282,50 @@ class _Consumer:
     return [self.scores[4 * j + 2 * half : 4 * j + 2 * half + 2] for j in range(TILE // 8)]
 
   def _all_scores(self) -> list[Reg]:
-    return [x for half in self._halves for pair in self._scores_of(half) for x in pair]
+    return [x for half in ROWS_OF_LANE for x in _flat(self._scores_of(half))]
 
   @property
   def _factor(self) -> Reg:
     """What brings scores to log2 units; with a cap they are in them."""
     return self.scale if self.wide.soft_cap is None else self.p.f32(1.0)
 
-  def _set_references(self, largest_p: float) -> None:
-    """References of the lane's rows from their largest score in the tile; O and sums follow."""
-    p = self.p
-    for half, reference in enumerate(self.references):
-      top = p.max_of([x for pair in self._scores_of(half) for x in pair])
+  def _tops(self) -> list[Reg]:
+    """The lane's largest scores of its rows."""
+    return [self.p.max_of(_flat(self._scores_of(half))) for half in ROWS_OF_LANE]
+
+  def _set_references(self, tops: list[Reg], largest_p: float) -> None:
+    """References of the lane's rows from their largest scores in a tile; O and sums follow."""
+    p, factor = self.p, self._factor
+    for half, (top, reference) in enumerate(zip(tops, self.references, strict=True)):
       for step in (1, 2):  # over the lanes that have the row
         top = p.maximum(top, p.shuffle_xor(top, step))
-      new = p.fma(top, self._factor * -1.0, largest_p)
-      if largest_p == LATER_P:
-        new = p.minimum(new, reference)
-        shrink = p.exp2(new - reference)
-        of_row = [self.out[4 * j + 2 * half + k] for j in range(HEAD_DIM // 8) for k in range(2)]
-        for x in (self.sums[half], *of_row):
-          p.set(x, x * shrink)
-      else:
-        new = p.minimum(new, NO_REFERENCE)  # where no key is seen
+      new = p.minimum(p.fma(top, factor * -1.0, largest_p), reference)
+      shrink = p.exp2(new - reference)
+      of_row = [self.out[4 * j + 2 * half + k] for j in range(HEAD_DIM // 8) for k in range(2)]
+      for x in (self.sums[half], *of_row):
+        p.set(x, x * shrink)
       p.set(reference, new)
+      # Until a row has seen a key, any is too much.
+      limit = (p.f32(MOST_P) - new) * p.reciprocal(factor)
+      p.set(self.limits[half], p.select(new.eq(NO_REFERENCE), NEG_INF, limit))
 
   def _make_weights(self) -> None:
     """P of the tile, and its sums. Waits for O of the tile before, which reads the last P."""
-    p = self.p
-    values = self._exponentiate()
+    p, factor = self.p, self._factor
+    tops = self._tops()
+    above = [top > limit for top, limit in zip(tops, self.limits, strict=True)]
+    with p.when(p.any_lane(functools.reduce(operator.or_, above))):
+      wgmma.wait(p, 0)
+      self._set_references(tops, LATER_P)
+    for half, (reference, total) in enumerate(zip(self.references, self.sums, strict=True)):
+      scores = _flat(self._scores_of(half))
+      for x in scores:
+        p.set(x, p.exp2(p.fma(x, factor, reference)))
+      p.set(total, total + _sum(scores))
     wgmma.wait(p, 0)
-    with p.when(p.any_lane(self._pack(values))):
-      self._set_references(LATER_P)
-      self._pack(self._exponentiate())
-    for total, of_tile in zip(self.sums, self.tile_sums, strict=True):
-      p.set(total, total + of_tile)
-
-  def _exponentiate(self) -> list[list[Reg]]:
-    """P by the references, of each row, and its sums."""
-    p, factor, values = self.p, self._factor, []
-    for half, (reference, of_tile) in enumerate(zip(self.references, self.tile_sums, strict=True)):
-      scores = [x for pair in self._scores_of(half) for x in pair]
-      of_row = [p.exp2(p.fma(x, factor, reference)) for x in scores]
-      p.set(of_tile, functools.reduce(operator.add, of_row))
-      values.append(of_row)
-    return values
-
-  def _pack(self, values: list[list[Reg]]) -> Reg:
-    """P as float16, for products; whether one is too large. Of rows that are not there it is 0."""
-    p, packed = self.p, []
-    for half, of_row in enumerate(values):
-      for j in range(TILE // 8):
-        word = self.weights[2 * j + half]
-        p.emit("cvt.rn.f16x2.f32", word, of_row[2 * j + 1], of_row[2 * j])
-        packed.append(word)
-    largest = functools.reduce(p.max_f16x2, packed)
-    # 2^15 or more, or NaN: the upper four bits of the exponent are ones, and one more carries over.
-    return (((largest & 0x78007800) + 0x08000800) & 0x80008000).ne(0)
+    for half in ROWS_OF_LANE:
+      for j, (x, y) in enumerate(self._scores_of(half)):
+        p.emit("cvt.rn.f16x2.f32", self.weights[2 * j + half], y, x)
 
   # The end of a segment.
 
@@ -337,7 +335,7 @@ class _Consumer:
     (v_global,) = p.load("global.nc", Mem(at), kind="f")
     out_scale = v_global * self.codes.unit
     slot = self.work.tell_pieces(p.thread)
-    for half in self._halves:
+    for half in ROWS_OF_LANE:
       total = self.sums[half]
       for step in (1, 2):
         total = total + p.shuffle_xor(total, step)
@@ -364,6 +362,17 @@ class _Consumer:
       of_eights = [self.out[4 * (first + i) + 2 * half + k] for i in range(4)]
       columns += _transpose(self.p, of_eights, self.c)
     return columns
+
+
+def _flat(pairs: list[list[Reg]]) -> list[Reg]:
+  return [x for pair in pairs for x in pair]
+
+
+def _sum(values: list[Reg]) -> Reg:
+  """By a tree, which is short."""
+  while len(values) > 1:
+    values = [a + b for a, b in zip(values[::2], values[1::2], strict=True)]
+  return values[0]
 
 
 def _transpose(p: Ptx, values: list[Reg], c: Reg) -> list[Reg]:

@@ -51,11 +51,6 @@ class Wide:
   stages: int
   slots: tuple[int, int]
 
-  @property
-  def halves(self) -> int:
-    """1 where a warp has up to 8 rows of its 16, so that a lane has one and not two."""
-    return 1 if self.width * self.group <= ROWS // 2 else 2
-
   # Where things lie in a team's shared memory, whose size is a multiple of wgmma.ALIGNMENT.
 
   def q_place(self, operand: int, part: int) -> int:

@@ -5,13 +5,10 @@ A warp has a ring of its own in shared memory, into which bulk copies bring its 
 (wgmma.py): a row of a part is 64 columns of a key. Columns are in the order in which codes come
 out of their words, (0, 4), (1, 5), (2, 6), (3, 7) of each eight.
 
-A lane takes a quarter of a key's columns, 16 bytes of codes, and stores 16 bytes for each of its
-four words. Lanes with the same quarter of an even and an odd key and those of the other part must
-not meet in a bank, so the upper quarters take their words in the order 2, 3, 0, 1:
+A lane takes a quarter c of a key's columns, 16 bytes of codes, and stores 16 bytes for each of its
+four words. Eight lanes, which store at once, have two quarters of four keys, and so meet all banks:
 
-    16-byte piece of the row    ((c & 1) 4 + (j ^ (c & 2))) ^ (key & 7)    c: quarter, j: turn
-
-    eight lanes store at once   key 2 m: 0 4 2 6 (^ j ^ 2 m); key 2 m + 1: 1 5 3 7 (^ j ^ 2 m)
+    16-byte piece j of the four    ((c & 1) 4 + j) ^ (key & 7) in its row
 """
 
 from __future__ import annotations
@@ -62,21 +59,12 @@ class Producer:
       p.set(self._place, place, when=mine)
     self._slots = Slots(p, wide, smem, 0), Slots(p, wide, smem, 1)
     self._stage, self._phase, self._issue_stage = p.u32(0), p.u32(0), p.u32(0)
-    key, c = lane >> 2, lane & 3
-    upper = c & 2
+    self._key, c = ((lane >> 1) & 3) | ((lane >> 2) & 4), (lane & 1) | ((lane >> 2) & 2)
+    self._source = self._key * _ROW + c * 16
+    self._scales = self._key * _BLOCKS + c * 2
     # Of the lane's first key; that of its second is 8 keys, 1024 bytes, on.
-    piece = ((c & 1) * 4) ^ upper ^ key
-    row = warp * (SHARE * wgmma.ROW) + key * wgmma.ROW
-    self._target = (upper >> 1) * PART + row + piece * 16
-    self._source = key * _ROW + c * 16 + upper * 4  # the words of turns 0 and 1
-    self._source_then = key * _ROW + c * 16 + (upper ^ 2) * 4
-    self._scales = key * _BLOCKS + c * 2
-    # What makes a word of two scales one of the first, or the second, of the turns.
-    swapped = upper.ne(0)
-    self._selectors = (
-      p.select(swapped, p.u32(0x3232), p.u32(0x1010)),
-      p.select(swapped, p.u32(0x1010), p.u32(0x3232)),
-    )
+    piece = ((c & 1) * 4) ^ self._key
+    self._target = (c >> 1) * PART + (warp * SHARE + self._key) * wgmma.ROW + piece * 16
 
   def segment(self, work: QueryWalk) -> None:
     p = self._p
@@ -92,7 +80,7 @@ class Producer:
       self._issue()
     unseen = work.unseen_by_all()
     with p.loop() as tiles:
-      key = (work.first_tile + done) * (SHARE * WARPS) + (self._warp * SHARE + (self._lane >> 2))
+      key = (work.first_tile + done) * (SHARE * WARPS) + (self._warp * SHARE + self._key)
       copies.wait(p, Mem(self._barriers + self._stage * 8), self._phase)
       stage = p.mad(self._stage, STAGE, self._ring)
       raw = [
@@ -127,18 +115,14 @@ class Producer:
     p.set(self._issue_stage, self._after(self._issue_stage))
 
   def _load(self, stage: Reg, pool: int, keys: int, hidden: Reg | None) -> tuple[list[Reg], Reg]:
-    """A quarter of one of eight keys: words of codes by turns, and the two scales as float16.
+    """A quarter of one of eight keys: four words of codes, and the two scales of them.
 
     Args:
       hidden: nobody sees the key.
     """
     p = self._p
     codes, scales = pool * CODES + keys * _ROW, 2 * CODES + pool * SCALES + keys * _BLOCKS
-    words = [
-      word
-      for source in (self._source, self._source_then)
-      for word in p.load("shared", Mem(stage + source, codes), 2)
-    ]
+    words = p.load("shared", Mem(stage + self._source, codes), 4)
     (both,) = p.load("shared", Mem(stage + self._scales, scales), size=2)
     if hidden is not None:
       both = p.select(hidden, 0, both)  # so that P, which is 0, does not meet a NaN
@@ -147,11 +131,10 @@ class Producer:
   def _widen(self, slot: Reg, keys: int, words: list[Reg], scales: Reg) -> None:
     """What was loaded, to a slot."""
     p = self._p
-    factors = p.e4m3_to_f16(p.halves(scales)[0])
-    of_turns = [p.new("r", "prmt.b32", factors, 0, selector) for selector in self._selectors]
+    factors = [p.pair(x, x) for x in p.halves(p.e4m3_to_f16(p.halves(scales)[0]))]
     target = slot + self._target
     for j, word in enumerate(words):
-      pairs = [p.mul_f16x2(pair, of_turns[j // 2]) for pair in e2m1_as_f16(p, word)]
+      pairs = [p.mul_f16x2(pair, factors[j // 2]) for pair in e2m1_as_f16(p, word)]
       at = target ^ (16 * j) if j else target
       p.store("shared", Mem(at, keys * wgmma.ROW), pairs)
 
