@@ -130,6 +130,10 @@ def tail(cache, read_path, *, q_len=16, seqs=16, group=4, config=None, **numeric
   return partial(kernel.attention, spec=spec, config=config), (q, cache, batch)
 
 
+def masked_tail(**options):
+  return tail(abstract_cache(), "nvfp4_dequant", window=999, soft_cap=30.0, **options)
+
+
 def split_kv(cache, read_path, **options):
   return attention(cache, read_path, tokens=64, seqs=64, num_splits=8, max_q_len=1, **options)
 
@@ -259,30 +263,40 @@ CASES = (
     lambda: decode(abstract_cache("fp8", head_dim=256, v_head_dim=64), "nvfp4_dequant", group=7),
     168,
   ),
-  Case("tail/16", lambda: tail(abstract_cache(), "nvfp4_dequant"), 255),
-  Case("short/8", lambda: tail(abstract_cache(), "nvfp4_dequant", q_len=8), 255),
-  Case("short/1_group_16", lambda: tail(abstract_cache(), "nvfp4_dequant", q_len=1, group=16), 255),
-  Case("short/3_group_7", lambda: tail(abstract_cache(), "nvfp4_dequant", q_len=3, group=7), 255),
   Case(
-    "tail/window_soft_cap",
-    lambda: tail(abstract_cache(), "nvfp4_dequant", window=999, soft_cap=30.0),
-    255,
+    "short/4",
+    lambda: tail(abstract_cache(), "nvfp4_dequant", q_len=4),
+    168,
+    max_instructions=3600,
   ),
   Case(
-    "tail/not_causal",
-    lambda: tail(abstract_cache(), "nvfp4_dequant", causal=False, window=999, soft_cap=30.0),
-    255,
+    "short/1",
+    lambda: tail(abstract_cache(), "nvfp4_dequant", q_len=1),
+    168,
+    max_instructions=2450,
   ),
+  Case("short/2_group_7", lambda: tail(abstract_cache(), "nvfp4_dequant", q_len=2, group=7), 255),
+  Case("short/masks", lambda: masked_tail(q_len=4), 255),
+  Case("short/a4q", lambda: tail(abstract_cache(), "nvfp4_a4q", q_len=4, q_levels=2), 255),
+  Case("short/page_16", lambda: tail(abstract_cache(page_size=16), "nvfp4_dequant", q_len=4), 255),
   Case(
-    "short/window_soft_cap",
-    lambda: tail(abstract_cache(), "nvfp4_dequant", q_len=8, window=999, soft_cap=30.0),
+    "tail/8",
+    lambda: tail(abstract_cache(), "nvfp4_dequant", q_len=8),
     255,
+    max_instructions=2800,
   ),
-  Case("short/a4q", lambda: tail(abstract_cache(), "nvfp4_a4q", q_len=8, q_levels=2), 255),
-  Case("short/page_16", lambda: tail(abstract_cache(page_size=16), "nvfp4_dequant", q_len=8), 255),
-  Case("tail/a4q", lambda: tail(abstract_cache(), "nvfp4_a4q", q_levels=2), 255),
-  Case("tail/page_16", lambda: tail(abstract_cache(page_size=16), "nvfp4_dequant"), 255),
-  Case("tail/page_256", lambda: tail(abstract_cache(page_size=256), "nvfp4_dequant"), 255),
+  Case("tail/3_group_15", lambda: tail(abstract_cache(), "nvfp4_dequant", q_len=3, group=15), 255),
+  Case("tail/masks", lambda: masked_tail(q_len=8), 255),
+  Case("tail/not_causal", lambda: masked_tail(q_len=11, causal=False), 255),
+  Case("tail/a4q", lambda: tail(abstract_cache(), "nvfp4_a4q", q_len=8, q_levels=2), 255),
+  Case("tail/page_16", lambda: tail(abstract_cache(page_size=16), "nvfp4_dequant", q_len=8), 255),
+  # 512 threads have 128 registers each, which the two roles share out.
+  Case("wide/16", lambda: tail(abstract_cache(), "nvfp4_dequant"), 128, max_instructions=3100),
+  Case("wide/masks", lambda: masked_tail(), 128),
+  Case("wide/not_causal", lambda: masked_tail(causal=False), 128),
+  Case("wide/a4q", lambda: tail(abstract_cache(), "nvfp4_a4q", q_levels=2), 128),
+  Case("wide/page_16", lambda: tail(abstract_cache(page_size=16), "nvfp4_dequant"), 128),
+  Case("wide/page_256", lambda: tail(abstract_cache(page_size=256), "nvfp4_dequant"), 128),
   Case("attention/decode", lambda: split_kv(abstract_cache(), "nvfp4_dequant"), 255),
   Case("attention/prefill", lambda: prefill(abstract_cache(), "nvfp4_dequant"), 255),
   Case("attention/prefill_a4q", lambda: prefill(abstract_cache(), "nvfp4_a4q", q_levels=2), 255),

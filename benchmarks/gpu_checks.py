@@ -15,6 +15,8 @@ import numpy as np
 import nvfp4_pallas as nv
 from benchmarks import oracle, small
 from nvfp4_pallas import format as nvfp4
+from nvfp4_pallas.kernels import tail_mosaic_sm90
+from nvfp4_pallas.kernels.tail_mosaic_sm90 import TailConfig
 from nvfp4_pallas.read_paths import READ_PATHS, AttentionSpec, round_q
 
 
@@ -149,6 +151,49 @@ def check_decode() -> str:
   )
 
 
+TAILS = (
+  TailConfig("mma", width=4, stages=6, blocks=264, join_warps=1),
+  TailConfig("wgmma", width=8, stages=6, blocks=264, join_warps=4),
+  TailConfig("teams", width=16, stages=3, blocks=264, join_warps=4),
+)
+TAIL_OPTIONS: tuple[dict[str, Any], ...] = (
+  {},
+  {"window": 300, "soft_cap": 30.0},
+  {"causal": False},
+  {"read_path": "nvfp4_a4q", "q_levels": 2},
+)
+
+
+def check_tails() -> str:
+  """Every program for short queries, ragged queries over ragged lengths, against float64."""
+  lens, q_lens = (5000, 0, 1, 777, 64, 2345), (16, 0, 1, 13, 16, 7)
+  _, cache, decode = ragged_decode(lens, "nvfp4", "nvfp4")
+  starts = np.cumsum([0, *q_lens])
+  shape = starts[-1], 8, cache.k.head_dim
+  q = jnp.asarray(np.random.default_rng(4).standard_normal(shape), jnp.bfloat16)
+  batch = nv.RaggedBatch(decode.page_table, decode.kv_lens, jnp.asarray(starts, jnp.int32))
+  worst = 0.0
+  for options in TAIL_OPTIONS:
+    numerics = {"read_path": "nvfp4_dequant", "causal": True, "sm_scale": 0.1} | options
+    spec = AttentionSpec(**numerics)
+    exact = oracle.attention(q, cache, batch.page_table, batch.kv_lens, batch.cu_q_lens, **numerics)
+    for config in TAILS:
+      run = jax.jit(functools.partial(tail_mosaic_sm90.attention, spec=spec, config=config))
+      first = run(q, cache, batch)
+      if count_different(run(q, cache, batch), first):
+        raise AssertionError(f"{config} {options}: the same inputs gave other bits")
+      out, lse = (np.asarray(a).astype(np.float64) for a in first)
+      error = np.linalg.norm(out - exact.out, axis=-1) / np.linalg.norm(exact.out, axis=-1)
+      lse_error = np.abs(lse - exact.lse)
+      # The contract: 5e-3 for the mean, twice that for any row.
+      if not (error.mean() <= 5e-3 and error.max() <= 1e-2 and lse_error.max() <= 1e-3):
+        raise AssertionError(f"{config} {options}: errors {error.max()}, lse {lse_error.max()}")
+      worst = max(worst, error.max())
+  return (
+    f"check tails: {len(TAILS)} programs, {len(TAIL_OPTIONS)} masks and paths, worst {worst:.1e}"
+  )
+
+
 def check_decode_bits(q, cache, batch) -> None:
   """100 times the same, and with batch_invariant each sequence alone as in the batch."""
   plain = functools.partial(nv.decode, read_path="nvfp4_dequant", implementation="mosaic_sm90")
@@ -243,6 +288,7 @@ CHECKS = (
   check_append,
   *(functools.partial(check_attention, i) for i in small.small_shapes() + small.real_layers()),
   check_decode,
+  check_tails,
   check_repeats,
   check_large_cache,
 )

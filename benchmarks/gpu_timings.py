@@ -41,7 +41,7 @@ DECODE = (
   (1, 1, 2048),
   (64, 1, 32768),
 )
-TAILS = (16, 16, 16384), (16, 8, 16384), (1, 16, 16384)
+TAILS = (16, 16, 16384), (16, 8, 16384), (1, 16, 16384), (16, 4, 16384), (1, 4, 16384)
 APPEND_TOKENS = (64, 8192, 1, 512)
 
 
@@ -268,7 +268,10 @@ GROUPS = {
     for format in (("nvfp4", 1.0), ("nvfp4", ANY_SCALE), ("fp8", 1.0), ("bf16", 1.0))
   ),
   "pack": tuple(_case(f, g) for f in (pack_times, unpack_times) for g in (1.0, ANY_SCALE)),
-  "tail": tuple(_case(attention_times, "tail", NVFP4, shape) for shape in TAILS),
+  "tail": (
+    *(_case(attention_times, "tail", NVFP4, shape) for shape in TAILS),
+    *(_case(attention_times, "tail", NVFP4, TAILS[0], page_size=size) for size in (16, 32, 128)),
+  ),
   "prefill": (
     *(_case(attention_times, "chunk", v, (4, 128, 2048)) for v in (NVFP4, *WIDE)),
     *(_case(attention_times, "prefill", v, (1, 8192, 8192)) for v in (NVFP4, *WIDE)),

@@ -17,9 +17,8 @@ from absl.testing import absltest, parameterized
 
 import nvfp4_pallas as nv
 from nvfp4_pallas import dispatch
-from nvfp4_pallas.kernels import short_attend
+from nvfp4_pallas.kernels import short_attend, tail_layout, wide_layout
 from nvfp4_pallas.kernels import tail_mosaic_sm90 as kernel
-from nvfp4_pallas.kernels.tail_layout import MAX_ROWS
 from nvfp4_pallas.kernels.tail_mosaic_sm90 import TailConfig
 from nvfp4_pallas.ops import prefill as prefill_op
 from nvfp4_pallas.ops.request import attention_request
@@ -85,27 +84,29 @@ def rising(built: Built, tops) -> Built:
   return with_q(with_pools(built, k=k), np.abs(np.asarray(built.q).astype(np.float32)))
 
 
-def by_mma(built, spec, *, config: TailConfig | None = SMALL, **options):
-  """emulate with the other engine, and query tiles that it can take."""
-  if config is not None:
-    group = built.q.shape[1] // built.cache.num_kv_heads
-    width = min(config.width, short_attend.MAX_COLUMNS // group)
-    config = dataclasses.replace(config, engine="mma", width=max(width, 1))
-  return emulate(built, spec, config=config, **options)
+def by_engine(engine: str, most_rows: int, parts: int = 1):
+  """emulate with an engine, and query tiles that it can take.
 
+  Args:
+    parts: the number of blocks is a multiple of this.
+  """
 
-def by_teams(built, spec, *, config: TailConfig | None = SMALL, **options):
-  """emulate with teams of warpgroups, two of them in a block."""
-  if config is not None:
-    config = dataclasses.replace(config, engine="wide", blocks=-(-config.blocks // 2) * 2)
-  return emulate(built, spec, config=config, **options)
+  def by(built, spec, *, config: TailConfig | None = SMALL, **options):
+    if config is not None:
+      group = built.q.shape[1] // built.cache.num_kv_heads
+      width = max(1, min(config.width, most_rows // group))
+      blocks = -(-config.blocks // parts) * parts
+      config = dataclasses.replace(config, engine=engine, width=width, blocks=blocks)
+    return emulate(built, spec, config=config, **options)
+
+  return by
 
 
 class TailTest(TestCase):
   """By wgmma."""
 
-  emulate = staticmethod(emulate)
-  most_columns = MAX_ROWS
+  most_rows = tail_layout.MAX_ROWS
+  emulate = staticmethod(by_engine("wgmma", most_rows))
 
   def check(self, case, config: TailConfig | None = SMALL, out_dtype=None, **options):
     built = cases.build(case)
@@ -113,7 +114,7 @@ class TailTest(TestCase):
 
   def check_built(self, built, spec, config: TailConfig | None = SMALL, out_dtype=None):
     out, lse = self.emulate(built, spec, config=config, out_dtype=out_dtype)
-    self.check_close(out, lse, built, spec, (config or self.chosen(built, spec.causal)).width)
+    self.check_close(out, lse, built, spec, (config or self.chosen(built)).width)
     return out, lse
 
   def check_close(self, out, lse, built, spec, width, rows: Any = True):
@@ -128,11 +129,11 @@ class TailTest(TestCase):
     self.assertTrue((out_error <= out_bound[sees]).all(), f"{out_error / out_bound[sees]}")
     self.assertTrue((lse_error <= lse_bound[sees]).all(), f"{lse_error / lse_bound[sees]}")
 
-  def chosen(self, built, causal: bool) -> TailConfig:
+  def chosen(self, built) -> TailConfig:
     tokens, q_heads, _ = built.q.shape
     heads = built.cache.num_kv_heads
     num_seqs, group = built.batch.num_seqs, q_heads // heads
-    return kernel.choose_config(tokens, num_seqs, heads, group, causal)[0]
+    return kernel.choose_config(tokens, num_seqs, heads, group)[0]
 
   def check_equal_bits(self, results, expected):
     for a, b in zip(results, expected, strict=True):
@@ -142,7 +143,7 @@ class TailTest(TestCase):
 
   @parameterized.parameters((1, 16), (3, 5), (4, 16), (7, 9), (16, 3), (64, 1))
   def test_groups(self, group, width):
-    if group > self.most_columns:
+    if group > self.most_rows:
       return  # not a shape of this engine
     case = variant(SHORT, q_lens=(width + 1, 0, 2), kv_lens=(70, 64, 5), group=group)
     self.check(variant(case, num_kv_heads=1 + group % 2), config_of(width=width))
@@ -397,14 +398,15 @@ class TailTest(TestCase):
 class ShortTest(TailTest):
   """The same by mma, as far as its query tiles go."""
 
-  emulate = staticmethod(by_mma)
-  most_columns = short_attend.MAX_COLUMNS
+  most_rows = short_attend.MAX_COLUMNS
+  emulate = staticmethod(by_engine("mma", most_rows))
 
 
 class WideTest(TailTest):
   """By teams of warpgroups."""
 
-  emulate = staticmethod(by_teams)
+  most_rows = wide_layout.ROWS
+  emulate = staticmethod(by_engine("teams", most_rows, wide_layout.TEAMS))
 
 
 class DispatchTest(TestCase):
@@ -477,24 +479,27 @@ class DispatchTest(TestCase):
     self.assertAlmostEqual(float(out[0, 0, 0]), rounded, delta=2.0**-22 if sinks else 0)
 
   @parameterized.parameters(
-    # tokens, num_seqs, group, width, engine, causal
-    (16, 16, 4, 1, "mma"),
-    (128, 16, 4, 8, "mma"),
-    (300, 32, 4, 10, "wgmma"),
-    (256, 16, 4, 16, "wgmma"),
-    (64, 4, 4, 8, "mma"),  # few sequences
-    (256, 2, 1, 32, "mma"),
-    (96, 32, 7, 3, "mma"),
-    (128, 1, 64, 1, "wgmma"),
-    (3, 9, 4, 1, "mma"),
-    (500, 32, 4, 12, "wgmma", False),
-    (300, 16, 64, 1, "wgmma", False),
+    # tokens, num_seqs, group, width, engine, blocks
+    (16, 16, 4, 1, "mma", 396),
+    (64, 16, 4, 4, "mma", 264),
+    (8, 4, 4, 2, "mma", 264),  # few sequences
+    (128, 16, 4, 8, "wgmma", 264),
+    (176, 16, 4, 11, "wgmma", 264),
+    (192, 16, 4, 12, "teams", 264),
+    (256, 16, 4, 16, "teams", 264),
+    (4000, 16, 4, 16, "teams", 264),
+    (32, 4, 4, 8, "teams", 264),  # few sequences
+    (256, 2, 1, 64, "teams", 264),
+    (96, 32, 7, 3, "wgmma", 264),
+    (128, 1, 64, 1, "teams", 264),
+    (3, 9, 4, 1, "mma", 396),
   )
-  def test_query_tiles(self, tokens, num_seqs, group, width, engine, causal=True):
-    """As wide as sequences are on average; 64 rows at most, 48 for other masks, 32 by mma."""
-    config, why = kernel.choose_config(tokens, num_seqs, 8, group, causal)
-    self.assertEqual((config.width, config.engine), (width, engine))
+  def test_query_tiles(self, tokens, num_seqs, group, width, engine, blocks):
+    """As wide as sequences are on average, 64 rows at most, and by what is fastest at that."""
+    config, why = kernel.choose_config(tokens, num_seqs, 8, group)
+    self.assertEqual((config.width, config.engine, config.blocks), (width, engine, blocks))
     self.assertIn(f"query tiles of {width} tokens", why)
+    self.assertIn(f"by {engine}: ", why)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from nvfp4_pallas.kernels.page_walk import Pages, PageWalk
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
 from nvfp4_pallas.kernels.q_operands import in_order, load_quarters, q_as_f16
 from nvfp4_pallas.kernels.results import LOG2_E, NEG_INF, store_piece, store_result
+from nvfp4_pallas.kernels.softmax import cap
 from nvfp4_pallas.kernels.work_walk import WorkWalk
 
 ROWS = 16  # of the left one: keys, or columns of V
@@ -266,12 +267,8 @@ class Attend:
     return all_scores
 
   def _score(self, x: Reg, column: int) -> Reg:
-    p, cap = self.p, self.problem.soft_cap
-    if cap is None:
-      return x
-    # cap tanh(s / cap) = cap - 2 cap / (1 + exp(2 s / cap)), in log2 units.
-    power = p.exp2(x * self.cap_scales[column] * (2.0 / cap))
-    return p.fma(p.reciprocal(power + 1.0), -2.0 * cap * LOG2_E, cap * LOG2_E)
+    soft_cap = self.problem.soft_cap
+    return x if soft_cap is None else cap(self.p, x, self.cap_scales[column], soft_cap)
 
   def _visibility(self, tile: Reg) -> tuple[Callable[[Reg], Reg], Reg]:
     """Whether a key of the tile is seen, and whether any is not.

@@ -147,9 +147,11 @@ class Ptx:
     parameters: names of its parameters, in the order of the assembly's operands.
     instructions: the list.
     thread: %tid.x, or what it is in the thread's warpgroup.
-    role: which warpgroup of its team it is.
+    role: which warpgroup of its team it is, where there are several.
     smem, program: the shared memory's address and the block's number, or the team's own.
   """
+
+  role: Reg
 
   def __init__(
     self, pointers: tuple[str, ...], *, teams: int = 1, roles: int = 1, smem_bytes: int = 0
@@ -168,7 +170,6 @@ class Ptx:
     self._pointers = {name: self.new("d", "mov.b64", f"${i}") for i, name in enumerate(pointers)}
     self.smem = self.new("r", "mov.b32", f"${len(pointers)}")
     self.program = self.new("r", "mov.b32", f"${len(pointers) + 1}")
-    self.role: Reg | int = 0
     self._barrier: Reg | int = 0
     if teams * roles > 1:
       group = self.from_lane(self.thread // WARPGROUP, 0)  # so that it is known to be uniform

@@ -1,8 +1,12 @@
-"""Rows of q as right operands in registers, in the order and the type of a pool's keys. PTX."""
+"""Rows of q as operands of products, in the order and the type of a pool's keys. PTX."""
 
 from __future__ import annotations
 
-from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
+import dataclasses
+from collections.abc import Callable
+
+from nvfp4_pallas.kernels.ptx import WARPGROUP, Mem, Ptx, Reg
+from nvfp4_pallas.kernels.query_walk import QueryWalk
 
 Q_EXPONENT = 14  # the largest value in a unit is 2^14 or more and below 2^15: float16's upper end
 
@@ -90,3 +94,60 @@ def q_as_f16(p: Ptx, operands: list[list[Reg]]) -> tuple[list[list[Reg]], Reg]:
     largest = p.maximum(largest, p.shuffle_xor(largest, step))
   inverse, unit = unit_for(p, largest, Q_EXPONENT)
   return [to_f16(p, words, inverse) for words in operands], unit
+
+
+@dataclasses.dataclass(frozen=True)
+class Quarter:
+  """What a thread has of a query tile.
+
+  Attributes:
+    row, c: the quarter c of the columns of a row.
+    operands: its columns, float16 pairs.
+    inside: whether the row is there; None where all threads' are.
+  """
+
+  row: Reg
+  c: Reg
+  operands: list[list[Reg]]
+  inside: Reg | None
+
+
+def load_tile(
+  p: Ptx,
+  work: QueryWalk,
+  *,
+  rows: int,
+  operands: int,
+  dim: int,
+  negate: bool,
+  largest_of_warps: Callable[[Reg], Reg],
+) -> tuple[list[Quarter], Reg]:
+  """The thread's part of a query tile as float16 in a unit of the tile, and the unit.
+
+  Args:
+    rows: rows past the tile's last one repeat it.
+    largest_of_warps: of a warp's number, all warps' largest.
+  """
+  loaded = []
+  for start in range(0, 4 * rows, WARPGROUP):
+    item = p.thread + start if start else p.thread
+    row, c = item >> 2, item & 3
+    q_row = work.q_row(work.row_or_last(row))
+    of_row = load_quarters(p, q_row, c, operands=operands, dim=dim, negate=negate)
+    loaded.append((row, c, of_row, start))
+  largest = p.u32(0)
+  for _, _, of_row, _ in loaded:
+    of_item = largest_of(p, of_row)
+    # A row that is not finite must not set the unit of the others.
+    p.set(largest, p.maximum(largest, p.select(of_item < 0x7F800000, of_item, 0)))
+  inverse, unit = unit_for(p, largest_of_warps(p.max_lanes(largest)), Q_EXPONENT)
+  quarters = [
+    Quarter(
+      row,
+      c,
+      [to_f16(p, words, inverse) for words in of_row],
+      None if start + WARPGROUP <= 4 * rows else row < rows,
+    )
+    for row, c, of_row, start in loaded
+  ]
+  return quarters, unit

@@ -1,9 +1,9 @@
-"""Decode's program for a few query tokens a sequence: up to 32 columns of S^T, NVFP4. PTX.
+"""Decode's program for a few query tokens a sequence: up to 16 columns of S^T, NVFP4. PTX.
 
 What decode_attend.py does, with three differences. A column is a query head of one of the tokens of
 a query tile; each sees other keys, so masks are by column, and a column may see none of a tile. The
 line of work counts query tiles and heads where decode has heads. And q lies in shared memory, as
-its fragments would take the registers that O needs: 128 for 32 columns.
+O takes 64 registers for 16 columns.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from nvfp4_pallas.kernels.decode_attend import ROWS, Attend
-from nvfp4_pallas.kernels.decode_layout import COLUMNS, THREADS, WARPS, Problem
+from nvfp4_pallas.kernels.decode_layout import COLUMNS, THREADS, Problem
 from nvfp4_pallas.kernels.decode_work import Cut
 from nvfp4_pallas.kernels.mma_fragments import NvFp4Fragments
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
@@ -19,7 +19,7 @@ from nvfp4_pallas.kernels.q_operands import in_order, q_as_f16
 from nvfp4_pallas.kernels.query_walk import QueryWalk
 from nvfp4_pallas.kernels.results import NEG_INF, store_piece, store_result
 
-MAX_COLUMNS = COLUMNS * WARPS  # a warp brings q of eight columns
+MAX_COLUMNS = 2 * COLUMNS  # a warp brings q of eight
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     S^T = K q^T    P^T = exp2(c S^T + r)    O^T += V^T P^T    c = sm_scale k_global_scale / ln 2
 
-A block is one warpgroup and takes a query tile, the rows of one KV head for up to 64 / group
+A block is one warpgroup and takes a query tile, the rows of one KV head for up to 48 / group
 consecutive tokens of a sequence, through its run of key tiles (decode_work.py's line of units, with
 a query tile and head where decode has a head). K and V become left operands in registers, float16,
 and q and P are right operands in shared memory, so that a value of the cache is widened once for
@@ -14,14 +14,12 @@ all rows:
     tensor cores   O of tile i - 1  | S of tile i + 1     | O of tile i     | ...
     warps          P of tile i      | widen K of i + 1    | widen V of i    | P of tile i + 1 ...
 
-The exponents of a row are taken against a reference r that its first tile sets, so that the
-largest P of that tile is 2^10, and that stays: no maximum, no rescaling. A tile where P reached
-2^15 sets new references and is done again, and then leaves the largest P of every row at 2^4 at
-most, so that this is rarely needed twice. float16 has full precision down to 2^-14, so keys that
-weigh 2^-24 of the first tile's largest (an attention sink) have all its digits, and at 2^-30 still
-five bits; after a tile was done again these are 2^-18 and 2^-24 of its largest.
+The exponents of a row are taken against a reference (softmax.py): no maximum, no rescaling. A tile
+where P reached 2^15 sets new references and is done again. float16 has full precision down to
+2^-14, so keys that weigh 2^-24 of the first tile's largest (an attention sink) have all its digits,
+and at 2^-30 still five bits; after a tile was done again these are 2^-18 and 2^-24 of its largest.
 
-Registers: 64 for O, 32 for S, 32 each for K and V in flight, at 64 rows.
+Registers: 48 for O, 24 for S, 32 each for K and V in flight, at 48 rows.
 """
 
 from __future__ import annotations
@@ -34,16 +32,10 @@ from nvfp4_pallas.kernels import copies, wgmma
 from nvfp4_pallas.kernels.decode_work import Cut
 from nvfp4_pallas.kernels.mma_fragments import Lane, NvFp4Fragments, e2m1_as_f16
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
-from nvfp4_pallas.kernels.q_operands import (
-  Q_EXPONENT,
-  in_order,
-  largest_of,
-  load_quarters,
-  to_f16,
-  unit_for,
-)
+from nvfp4_pallas.kernels.q_operands import in_order, load_tile
 from nvfp4_pallas.kernels.query_walk import QueryWalk
-from nvfp4_pallas.kernels.results import LOG2_E, NEG_INF, store_piece, store_result
+from nvfp4_pallas.kernels.results import NEG_INF, store_piece, store_result
+from nvfp4_pallas.kernels.softmax import FIRST_P, LATER_P, NO_REFERENCE, cap, factor_of_scores
 from nvfp4_pallas.kernels.tail_layout import (
   CODES,
   HEAD_DIM,
@@ -56,10 +48,6 @@ from nvfp4_pallas.kernels.tail_layout import (
   Tail,
 )
 from nvfp4_pallas.kernels.tail_ring import TailRing
-
-FIRST_P = 10.0  # log2 of the largest P of a row's first tile
-LATER_P = 4.0  # and at most of a tile that was done again
-NO_REFERENCE = 1e30
 
 POINTERS_IN = ("q", "table", "kv_lens", "cu_q_lens", "k_global", "v_global")
 POOL_POINTERS = ("k", "k_scale", "v", "v_scale")
@@ -140,46 +128,31 @@ class _Attend:
     of 16 columns has the pairs 2 i and 2 i + 1 of it at 2 c and 2 c + 8.
     """
     p, tail = self.p, self.tail
-    items = []
-    for start in range(0, 4 * tail.rows, THREADS):
-      item = self.thread + start if start else self.thread
-      row, c = item >> 2, item & 3
-      operands = load_quarters(
-        p,
-        self.work.q_row(self.work.row_or_last(row)),  # rows past the last one repeat it
-        c,
-        operands=tail.q_operands,
-        dim=HEAD_DIM,
-        negate=tail.sm_scale < 0,
-      )
-      items.append((row, c, operands, start))
-
-    largest = p.u32(0)
-    for _, _, operands, _ in items:
-      of_item = largest_of(p, operands)
-      # A row that is not finite must not set the unit of the others.
-      p.set(largest, p.maximum(largest, p.select(of_item < 0x7F800000, of_item, 0)))
-    place = self.smem + self.warp * 4
-    p.store("shared", Mem(place, tail.reduction), [p.max_lanes(largest)], when=self.first_lane)
-    p.sync(THREADS)
-    of_warps = p.load("shared", Mem(self.smem, tail.reduction), WARPS)
-    inverse, unit = unit_for(p, p.max_of(of_warps), Q_EXPONENT)
-    for row, c, operands, start in items:
-      inside = None if start + THREADS <= 4 * tail.rows else row < tail.rows
-      for operand, words in enumerate(operands):
-        pairs = in_order(p, to_f16(p, words, inverse), self.keys.word_pairs())
-        self._store_q_row(operand, row, c, pairs, inside)
-
-    (k_global,) = p.load(
-      "global.nc", Mem(p.address(p.pointer("k_global"), self.work.head, 4)), kind="f"
+    quarters, unit = load_tile(
+      p,
+      self.work,
+      rows=tail.rows,
+      operands=tail.q_operands,
+      dim=HEAD_DIM,
+      negate=tail.sm_scale < 0,
+      largest_of_warps=self._largest_of_warps,
     )
-    scale = k_global * (abs(tail.sm_scale) * LOG2_E * self.keys.unit) * unit
-    # Where it underflows, so do scores; but 0 times the -inf of a key that is not seen is NaN.
-    self.scale = p.select(scale.eq(0.0), 2.0**-126, scale)
+    for quarter in quarters:
+      for operand, words in enumerate(quarter.operands):
+        pairs = in_order(p, words, self.keys.word_pairs())
+        self._store_q_row(operand, quarter.row, quarter.c, pairs, quarter.inside)
+    self.scale = factor_of_scores(p, self.work.head, tail.sm_scale, unit * self.keys.unit)
     for start in range(0, tail.reference_stride, THREADS):
       place = Mem(self.smem + (self.thread + start) * 4, tail.references)
       real = self.thread + start < tail.reference_stride
       p.store("shared", place, [p.f32(NO_REFERENCE)], when=real)
+
+  def _largest_of_warps(self, of_warp: Reg) -> Reg:
+    p, reduction = self.p, self.tail.reduction
+    place = Mem(self.smem + self.warp * 4, reduction)
+    p.store("shared", place, [of_warp], when=self.first_lane)
+    p.sync(THREADS)
+    return p.max_of(p.load("shared", Mem(self.smem, reduction), WARPS))
 
   def _store_q_row(self, operand: int, row: Reg, c: Reg, pairs: list[Reg], inside) -> None:
     base = self.smem + (row * wgmma.ROW + c * 4)
@@ -251,7 +224,8 @@ class _Attend:
   def _finish_scores(self, scores: list[Reg], key: Reg) -> None:
     """Scores as they come from the product become those that P is made of."""
     if self.tail.soft_cap is not None:
-      self._cap_scores(scores, self.tail.soft_cap)
+      for x in scores:
+        self.p.set(x, cap(self.p, x, self.scale, self.tail.soft_cap))
     self._mask(scores, key)
 
   def _do_again(self, stage: Reg, key: Reg) -> None:
@@ -299,13 +273,6 @@ class _Attend:
     largest = functools.reduce(p.max_f16x2, packed)
     # 2^15 or more, or NaN: the upper four bits of the exponent are ones, and one more carries over.
     self.too_large = (((largest & 0x78007800) + 0x08000800) & 0x80008000).ne(0)
-
-  def _cap_scores(self, scores: list[Reg], cap: float) -> None:
-    """cap tanh(s / cap) = cap - 2 cap / (1 + exp(2 s / cap)), in log2 units."""
-    p = self.p
-    for x in scores:
-      power = p.exp2(x * self.scale * (2.0 / cap))
-      p.set(x, p.fma(p.reciprocal(power + 1.0), -2.0 * cap * LOG2_E, cap * LOG2_E))
 
   def _mask(self, scores: list[Reg], key: Reg) -> None:
     """-inf where a row does not see a key, in tiles that have such."""

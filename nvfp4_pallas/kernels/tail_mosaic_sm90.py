@@ -2,11 +2,13 @@
 
 Two kernels as for decode (decode_mosaic_sm90.py): a main program cuts the keys of all sequences
 evenly over the multiprocessors, `tail_join` (tail_join.py) puts the results of cut query tiles
-together. PTX in Pallas kernels. There are two main programs: `tail_attend` (tail_attend.py), whose
-blocks take up to 64 rows through wgmma, and `short_attend` (short_attend.py), decode's program for
-up to 32 rows, whose warps work alone.
+together. PTX in Pallas kernels. There are three main programs, by the rows of a query tile:
 
-Limits of `tail_attend`, which the definition does not have:
+    mma     up to 16   `short_attend` (short_attend.py), decode's program: warps work alone
+    wgmma   up to 48   `tail_attend` (tail_attend.py): a warpgroup, K and V from registers
+    teams   up to 64   `wide_attend` (wide_attend.py): one warpgroup widens, one attends
+
+Limits of `tail_attend` and `wide_attend`, which the definition does not have:
 - Scores must be below 9e7 = 2^27 ln 2 in magnitude: the exponents' references are float32, and past
   that their rounding is more than what they leave above P. Beyond, a row may come out as NaN or 0.
 - q of a query tile and KV head has one unit: a row 2^-31 as large as the tile's largest still has
@@ -28,8 +30,15 @@ import jax.numpy as jnp
 
 from nvfp4_pallas.batch import RaggedBatch
 from nvfp4_pallas.cache import PagedKVCache
-from nvfp4_pallas.kernels import short_attend, tail_attend, tail_join, wide_attend, wide_layout
-from nvfp4_pallas.kernels.decode_layout import WARPS, Ring
+from nvfp4_pallas.kernels import (
+  short_attend,
+  tail_attend,
+  tail_join,
+  tail_layout,
+  wide_attend,
+  wide_layout,
+)
+from nvfp4_pallas.kernels.decode_layout import COLUMNS, WARPS, Ring
 from nvfp4_pallas.kernels.decode_mosaic_sm90 import (
   MAX_SOFT_CAP,
   MULTIPROCESSORS,
@@ -39,15 +48,17 @@ from nvfp4_pallas.kernels.decode_mosaic_sm90 import (
 )
 from nvfp4_pallas.kernels.decode_work import Cut
 from nvfp4_pallas.kernels.mma_fragments import NvFp4Fragments
+from nvfp4_pallas.kernels.ptx import WARPGROUP, Ptx
 from nvfp4_pallas.kernels.ptx_launch import Kernel
 from nvfp4_pallas.kernels.short_attend import Short
 from nvfp4_pallas.kernels.tail_join import TailJoin
-from nvfp4_pallas.kernels.tail_layout import HEAD_DIM, MAX_ROWS, TILE, Tail
+from nvfp4_pallas.kernels.tail_layout import HEAD_DIM, TILE, Tail
 from nvfp4_pallas.kernels.wide_layout import Wide
 from nvfp4_pallas.read_paths import AttentionSpec
 
 READ_PATHS = ("nvfp4_dequant", "nvfp4_a4q")
 SHORT_TILE = 32  # keys
+MAX_ROWS = wide_layout.ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,10 +66,10 @@ class TailConfig:
   """What can be tuned.
 
   Attributes:
-    engine: "wgmma" (tail_attend.py), or "mma" (short_attend.py) for up to 32 rows.
+    engine: "mma", "wgmma" or "teams".
     width: tokens of a query tile.
     stages: key tiles fetched or in use in a block, or slots of a warp's ring.
-    blocks: of threads; the work is cut into as many parts.
+    blocks: of threads, or teams; the work is cut into as many parts.
     join_warps: that put one row together, 1 or 4.
   """
 
@@ -70,28 +81,32 @@ class TailConfig:
 
 
 def choose_config(
-  tokens: int, num_seqs: int, kv_heads: int, group: int, causal: bool, q_operands: int = 1
+  tokens: int, num_seqs: int, kv_heads: int, group: int, q_operands: int = 1
 ) -> tuple[TailConfig, str]:
   """The configuration for a shape, and why."""
-  # Masks that are not causal take registers that 64 rows do not leave.
-  most_rows = MAX_ROWS if causal else 48
-  average = -(-tokens // num_seqs)
-  width = max(1, min(most_rows // group, average))
-  # With few sequences more query tiles are welcome, and what counts is how soon a block is done.
+  average = -(-tokens // max(num_seqs, 1))
+  width = max(1, min(MAX_ROWS // group, average))
+  rows = width * group
+  # With few sequences what counts is how soon a block is done, not what it costs.
   few = 4 * num_seqs * kv_heads <= MULTIPROCESSORS
-  if few and group <= short_attend.MAX_COLUMNS:
-    width = min(width, short_attend.MAX_COLUMNS // group)
-  engine = "mma" if width * group <= short_attend.MAX_COLUMNS else "wgmma"
-  why = f"query tiles of {width} tokens, of {average} on average, by {engine}: "
-  why += "its warps wait for nobody" if engine == "mma" else "it takes up to 64 rows at once"
-  rows = tokens * kv_heads * group
+  if rows <= short_attend.MAX_COLUMNS:
+    engine, because = "mma", "its warps wait for nobody"
+  elif rows < tail_layout.MAX_ROWS and not few:
+    engine, because = "wgmma", "a value of the cache is widened once, in registers"
+  else:
+    engine, because = "teams", "a value of the cache is widened once, while others multiply"
+  blocks = 2 * MULTIPROCESSORS
+  if engine == "mma" and rows <= COLUMNS and not few:
+    blocks = 3 * MULTIPROCESSORS  # as many have room
+  stages = {"mma": 6, "wgmma": 6 if q_operands == 1 else 5, "teams": 3}
   config = TailConfig(
     engine=engine,
     width=width,
-    stages=6 if q_operands == 1 else 5,  # two blocks have room
-    blocks=2 * MULTIPROCESSORS,
-    join_warps=4 if rows < 4 * 4 * MULTIPROCESSORS else 1,
+    stages=stages[engine],
+    blocks=blocks,
+    join_warps=4 if tokens * kv_heads * group < 4 * 4 * MULTIPROCESSORS else 1,
   )
+  why = f"query tiles of {width} tokens, of {average} on average, by {engine}: {because}"
   return config, why
 
 
@@ -132,7 +147,7 @@ def kernels(
   group = num_q_heads // kv_heads
   if config is None:
     operands = spec.q_levels if spec.read_path == "nvfp4_a4q" else 1
-    config, _ = choose_config(tokens, num_seqs, kv_heads, group, spec.causal, operands)
+    config, _ = choose_config(tokens, num_seqs, kv_heads, group, operands)
   common = {
     "group": group,
     "width": config.width,
@@ -146,35 +161,23 @@ def kernels(
     "soft_cap": spec.soft_cap,
     "out_dtype": jnp.dtype(out_dtype).name,
   }
-  short, team = config.engine == "mma", config.engine == "wide"
   cut = Cut(
     num_seqs=num_seqs,
     kv_heads=kv_heads,
-    tile=SHORT_TILE if short else TILE,
+    tile=SHORT_TILE if config.engine == "mma" else TILE,
     blocks=config.blocks,
     window=spec.window,
-    unit=WARPS if short else 1,
+    unit=WARPS if config.engine == "mma" else 1,
     batch_invariant=False,
   )
-  if short:
-    problem = Short(keys=NvFp4Fragments(HEAD_DIM), values=NvFp4Fragments(HEAD_DIM), **common)
-    program, tile_rows = short_attend.attend(problem, cut, config.stages), problem.columns
-    smem_bytes = problem.smem_bytes(Ring(cut.tile, config.stages, problem).smem_bytes)
-  elif team:
-    wide = Wide(stages=config.stages, slots=(2, 2 if common["q_operands"] == 1 else 1), **common)
-    program, tile_rows = wide_attend.attend(wide, cut), wide_layout.ROWS
-    smem_bytes = wide.smem_bytes
-  else:
-    tail = Tail(stages=config.stages, **common)
-    program, tile_rows = tail_attend.attend(tail, cut), tail.rows
-    smem_bytes = tail.smem_bytes
-  slots = cut.slots(batch.max_pages * cache.page_size)
+  program = _PROGRAMS[config.engine](cut, config.stages, common)
+  slots, tile_rows = cut.slots(batch.max_pages * cache.page_size), program.tile_rows
   attend = Kernel(
-    name="short_attend" if short else "tail_attend",
-    program=program,
-    blocks=config.blocks // wide_layout.TEAMS if team else config.blocks,
-    threads=512 if team else 128,
-    smem_bytes=smem_bytes,
+    name=program.name,
+    program=program.program,
+    blocks=config.blocks // program.teams,
+    threads=program.threads,
+    smem_bytes=program.smem_bytes,
     makes={
       "out": jax.ShapeDtypeStruct((tokens, num_q_heads, HEAD_DIM), common["out_dtype"]),
       "lse": jax.ShapeDtypeStruct((tokens, num_q_heads), jnp.float32),
@@ -196,6 +199,56 @@ def kernels(
   )
   join = Kernel("tail_join", tail_join.join(pieces), pieces.blocks, pieces.smem_bytes, {})
   return attend, join
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+  """A main program and what it needs.
+
+  Attributes:
+    name: in a trace.
+    program: the instructions.
+    smem_bytes, threads: of a block.
+    tile_rows: of a query tile's piece.
+    teams: of a block.
+  """
+
+  name: str
+  program: Ptx
+  smem_bytes: int
+  tile_rows: int
+  threads: int = WARPGROUP
+  teams: int = 1
+
+
+def _by_mma(cut: Cut, stages: int, common: dict[str, Any]) -> _Program:
+  short = Short(keys=NvFp4Fragments(HEAD_DIM), values=NvFp4Fragments(HEAD_DIM), **common)
+  smem_bytes = short.smem_bytes(Ring(cut.tile, stages, short).smem_bytes)
+  return _Program(
+    "short_attend", short_attend.attend(short, cut, stages), smem_bytes, short.columns
+  )
+
+
+def _by_wgmma(cut: Cut, stages: int, common: dict[str, Any]) -> _Program:
+  tail = Tail(stages=stages, **common)
+  return _Program("tail_attend", tail_attend.attend(tail, cut), tail.smem_bytes, tail.rows)
+
+
+def _by_teams(cut: Cut, stages: int, common: dict[str, Any]) -> _Program:
+  # Of V one slot has room beside two operands of q.
+  wide = Wide(stages=stages, slots=(2, 3 - common["q_operands"]), **common)
+  teams = wide_layout.TEAMS
+  return _Program(
+    "wide_attend",
+    wide_attend.attend(wide, cut),
+    wide.smem_bytes,
+    wide_layout.ROWS,
+    threads=teams * wide_layout.ROLES * WARPGROUP,
+    teams=teams,
+  )
+
+
+_PROGRAMS = {"mma": _by_mma, "wgmma": _by_wgmma, "teams": _by_teams}
 
 
 def unsupported(request: Any) -> str | None:

@@ -18,7 +18,7 @@ STEP = 32  # bytes: 16 values
 ALIGNMENT = 8 * ROW  # what the swizzle spans
 
 
-def place(row: Reg, k_bytes: int) -> Reg:
+def place(row: Reg, k_bytes: Reg | int) -> Reg:
   """Where in its ROW bytes a row has the 16-byte piece that begins at k_bytes."""
   return ((row & 7) * 16) ^ k_bytes
 

@@ -11,10 +11,8 @@ file, multiplies: q and K from there, P from registers, as in FlashAttention-3 (
     warps                         | P of i             |                       | P of i + 1 ...
 
 While one team makes P, the other's products run. The exponents of a row are taken against a
-reference r that its first tile sets, so that the largest P of that tile is 2^10. Where P of a warp
-would reach 2^15, it sets new references, such that the largest of the tile is 2^4 at most. So
-hardly ever anything is rescaled. float16 has full precision down to 2^-14: keys that weigh 2^-18 of
-the tile's largest have all its digits.
+reference (softmax.py) that hardly ever changes, so hardly ever anything is rescaled. float16 has
+full precision down to 2^-14: keys that weigh 2^-18 of the tile's largest have all its digits.
 """
 
 from __future__ import annotations
@@ -22,20 +20,21 @@ from __future__ import annotations
 import functools
 import operator
 
-from nvfp4_pallas.kernels import copies, wgmma, wide_producer, wide_slots
+from nvfp4_pallas.kernels import wgmma, wide_producer, wide_slots
 from nvfp4_pallas.kernels.decode_work import Cut
 from nvfp4_pallas.kernels.mma_fragments import NvFp4Fragments
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg, Scope
-from nvfp4_pallas.kernels.q_operands import (
-  Q_EXPONENT,
-  in_order,
-  largest_of,
-  load_quarters,
-  to_f16,
-  unit_for,
-)
+from nvfp4_pallas.kernels.q_operands import in_order, load_tile
 from nvfp4_pallas.kernels.query_walk import QueryWalk
-from nvfp4_pallas.kernels.results import LOG2_E, NEG_INF, store_piece, store_result
+from nvfp4_pallas.kernels.results import NEG_INF, store_piece, store_result
+from nvfp4_pallas.kernels.softmax import (
+  FIRST_P,
+  LATER_P,
+  MOST_P,
+  NO_REFERENCE,
+  cap,
+  factor_of_scores,
+)
 from nvfp4_pallas.kernels.wide_layout import (
   HEAD_DIM,
   PART,
@@ -51,10 +50,6 @@ from nvfp4_pallas.kernels.wide_layout import (
 from nvfp4_pallas.kernels.wide_producer import Producer
 from nvfp4_pallas.kernels.wide_slots import Slots
 
-FIRST_P = 10.0  # log2 of the largest P of a row's first tile
-LATER_P = 4.0  # and at most of a tile that sets new references
-MOST_P = 15.0  # log2 of what P must not pass: float16 ends at 2^16
-NO_REFERENCE = 1e30
 ROWS_OF_LANE = range(2)  # of the 16 that a warp has of a product: g and g + 8
 # Registers of a thread: 256 for one of each role, as 512 threads have 65536.
 REGISTERS = {"attend": 176, "widen": 80}
@@ -170,49 +165,34 @@ class _Consumer:
   # q, in shared memory.
 
   def _load_q(self) -> None:
-    """q to shared memory, a left operand that lies as right ones do, in the order of K's columns.
-
-    A thread takes a quarter of each of two rows of the product.
-    """
+    """q to shared memory: a left operand that lies as right ones do, columns in K's order."""
     p, wide = self.p, self.wide
-    items = []
-    for start in range(0, 4 * ROWS, THREADS):
-      item = p.thread + start if start else p.thread
-      row, c = item >> 2, item & 3
-      operands = load_quarters(
-        p,
-        self.work.q_row(self.work.row_or_last(row)),  # rows past the last one repeat it
-        c,
-        operands=wide.q_operands,
-        dim=HEAD_DIM,
-        negate=wide.sm_scale < 0,
-      )
-      items.append((row, c, operands))
-
-    largest = p.u32(0)
-    for _, _, operands in items:
-      of_item = largest_of(p, operands)
-      # A row that is not finite must not set the unit of the others.
-      p.set(largest, p.maximum(largest, p.select(of_item < 0x7F800000, of_item, 0)))
-    at = Mem(self.smem + self.warp * 4, wide.reduction)
-    p.store("shared", at, [p.max_lanes(largest)], when=self.first_lane)
-    p.sync(THREADS)
-    of_warps = p.load("shared", Mem(self.smem, wide.reduction), WARPS)
-    inverse, unit = unit_for(p, p.max_of(of_warps), Q_EXPONENT)
-    for row, c, operands in items:
-      for operand, words in enumerate(operands):
-        pairs = in_order(p, to_f16(p, words, inverse), self.codes.word_pairs())
-        part = self.smem + ((c >> 1) * (ROWS * wgmma.ROW) + row * wgmma.ROW)
+    quarters, unit = load_tile(
+      p,
+      self.work,
+      rows=ROWS,
+      operands=wide.q_operands,
+      dim=HEAD_DIM,
+      negate=wide.sm_scale < 0,
+      largest_of_warps=self._largest_of_warps,
+    )
+    for quarter in quarters:
+      for operand, words in enumerate(quarter.operands):
+        pairs = in_order(p, words, self.codes.word_pairs())
+        row, part = quarter.row, self.smem + (quarter.c >> 1) * (ROWS * wgmma.ROW)
         for j in range(4):
-          piece = (c & 1) * 64 + 16 * j
-          to = Mem(part + wgmma.place(row, piece), wide.q_place(operand, 0))
+          piece = (quarter.c & 1) * 64 + 16 * j
+          at = part + (row * wgmma.ROW + wgmma.place(row, piece))
+          to = Mem(at, wide.q_place(operand, 0))
           p.store("shared", to, pairs[4 * j : 4 * j + 4])
+    self.scale = factor_of_scores(p, self.work.head, wide.sm_scale, unit * self.codes.unit)
 
-    at = p.address(p.pointer("k_global"), self.work.head, 4)
-    (k_global,) = p.load("global.nc", Mem(at), kind="f")
-    scale = k_global * (abs(wide.sm_scale) * LOG2_E * self.codes.unit) * unit
-    # Where it underflows, so do scores; but 0 times the -inf of a key that is not seen is NaN.
-    self.scale = p.select(scale.eq(0.0), 2.0**-126, scale)
+  def _largest_of_warps(self, of_warp: Reg) -> Reg:
+    p, reduction = self.p, self.wide.reduction
+    at = Mem(self.smem + self.warp * 4, reduction)
+    p.store("shared", at, [of_warp], when=self.first_lane)
+    p.sync(THREADS)
+    return p.max_of(p.load("shared", Mem(self.smem, reduction), WARPS))
 
   def _load_fragments(self) -> list[list[Reg]]:
     """The warp's rows of q as left operands in registers, which spares shared memory their reads.
@@ -263,12 +243,10 @@ class _Consumer:
 
   def _finish_scores(self, key: Reg) -> None:
     """Scores as they come from the product become those that P is made of."""
-    p, cap = self.p, self.wide.soft_cap
-    if cap is not None:
-      # cap tanh(s / cap) = cap - 2 cap / (1 + exp(2 s / cap)), in log2 units.
-      for x in self._all_scores():
-        power = p.exp2(x * self.scale * (2.0 / cap))
-        p.set(x, p.fma(p.reciprocal(power + 1.0), -2.0 * cap * LOG2_E, cap * LOG2_E))
+    p, soft_cap = self.p, self.wide.soft_cap
+    if soft_cap is not None:
+      for x in self.scores:
+        p.set(x, cap(p, x, self.scale, soft_cap))
     with p.when(self.work.is_partial(key)):
       mine = key + self.c * 2
       for half in ROWS_OF_LANE:
@@ -280,9 +258,6 @@ class _Consumer:
   def _scores_of(self, half: int) -> list[list[Reg]]:
     """Pairs of a row's scores: keys 8 j + 2 c and the next."""
     return [self.scores[4 * j + 2 * half : 4 * j + 2 * half + 2] for j in range(TILE // 8)]
-
-  def _all_scores(self) -> list[Reg]:
-    return [x for half in ROWS_OF_LANE for x in _flat(self._scores_of(half))]
 
   @property
   def _factor(self) -> Reg:

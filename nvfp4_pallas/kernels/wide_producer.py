@@ -71,9 +71,7 @@ class Producer:
     self._work = work
     row = p.address(p.pointer("table"), work.seq, 4 * self._wide.max_pages)
     first = work.first_tile * WARPS + self._warp
-    self._walk = PageWalk(
-      p, self._pages, self._lane, row=row, kv_len=work.kv_len, first_tile=first
-    )
+    self._walk = PageWalk(p, self._pages, self._lane, row=row, kv_len=work.kv_len, first_tile=first)
     self._issued, done = p.u32(0), p.u32(0)
     with p.loop() as filling:
       filling.leave_if(self._issued >= p.minimum(work.count, self._wide.stages))

@@ -120,7 +120,8 @@ def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
   if current_target().interpret is not None:
     why_not = "its PTX cannot be interpreted"
   if why_not is None:
-    return _prefill_tail, "by the kernel for short queries"
+    shape = request.num_tokens, request.num_seqs, request.num_kv_heads, request.group
+    return _prefill_tail, f"by the kernel for short queries, {tail.choose_config(*shape)[1]}"
   return _prefill_attention, f"by the plain kernel, not the one for short queries: {why_not}"
 
 

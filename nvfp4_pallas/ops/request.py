@@ -22,6 +22,7 @@ class AttentionRequest:
   formats: tuple[str, str]
   head_dim: int
   v_head_dim: int
+  num_kv_heads: int
   group: int
   page_size: int
   q_dtype: str
@@ -44,6 +45,7 @@ def attention_request(
     formats=cache.formats,
     head_dim=cache.k.head_dim,
     v_head_dim=cache.v.head_dim,
+    num_kv_heads=cache.num_kv_heads,
     group=q.shape[1] // cache.num_kv_heads,
     page_size=cache.page_size,
     q_dtype=str(q.dtype),
