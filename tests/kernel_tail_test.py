@@ -481,7 +481,7 @@ class DispatchTest(TestCase):
   @parameterized.parameters(
     # tokens, num_seqs, group, width, engine, blocks
     (16, 16, 4, 1, "mma", 396),
-    (64, 16, 4, 4, "mma", 264),
+    (64, 16, 4, 4, "mma", 396),
     (8, 4, 4, 2, "mma", 264),  # few sequences
     (128, 16, 4, 8, "wgmma", 264),
     (176, 16, 4, 11, "wgmma", 264),

@@ -38,7 +38,7 @@ from nvfp4_pallas.kernels import (
   wide_attend,
   wide_layout,
 )
-from nvfp4_pallas.kernels.decode_layout import COLUMNS, WARPS, Ring
+from nvfp4_pallas.kernels.decode_layout import WARPS, Ring
 from nvfp4_pallas.kernels.decode_mosaic_sm90 import (
   MAX_SOFT_CAP,
   MULTIPROCESSORS,
@@ -96,7 +96,7 @@ def choose_config(
   else:
     engine, because = "teams", "a value of the cache is widened once, while others multiply"
   blocks = 2 * MULTIPROCESSORS
-  if engine == "mma" and rows <= COLUMNS and not few:
+  if engine == "mma" and not few:
     blocks = 3 * MULTIPROCESSORS  # as many have room
   stages = {"mma": 6, "wgmma": 6 if q_operands == 1 else 5, "teams": 3}
   config = TailConfig(
