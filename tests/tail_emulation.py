@@ -33,7 +33,7 @@ def emulate(
   """tail_mosaic_sm90.attention by the emulator, on arrays of which it may read what it needs."""
   q, cache, batch = built.q, built.cache, built.batch
   attend, join = kernel.kernels(q, cache, batch, spec, out_dtype or q.dtype, config)
-  arrays = _inputs(built, spec) | {"cu_q_lens": np.asarray(batch.cu_q_lens)}
+  arrays = inputs(built, spec) | {"cu_q_lens": np.asarray(batch.cu_q_lens)}
   made = dict(attend.makes)
   slots = made.pop("piece_slots")
   memory = Memory(
@@ -50,7 +50,7 @@ def emulate(
   return memory.array("out"), memory.array("lse")
 
 
-def _inputs(built: Built, spec: AttentionSpec) -> dict[str, np.ndarray]:
+def inputs(built: Built, spec: AttentionSpec) -> dict[str, np.ndarray]:
   make = jax.jit(kernel.inputs, static_argnums=3)
   arrays = make(built.q, built.cache, built.batch, spec)
   return {name: np.asarray(array) for name, array in arrays.items()}
@@ -115,7 +115,7 @@ def bounds(
 
 def _reach_of_tiles(exact, built: Built, spec: AttentionSpec, width: int) -> np.ndarray:
   """exact.reach, each row's as if it had its query tile's largest value; times the operands."""
-  q = np.abs(_inputs(built, spec)["q"].astype(np.float64))  # [tokens, heads, operands, dim]
+  q = np.abs(inputs(built, spec)["q"].astype(np.float64))  # [tokens, heads, operands, dim]
   group = q.shape[1] // built.cache.num_kv_heads
   of_operand = q.max(axis=(2, 3)).reshape(len(q), -1, group)
   own = np.abs(oracle.round_q(built.q, spec.read_path, spec.q_levels)).max(axis=-1)

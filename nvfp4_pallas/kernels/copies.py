@@ -21,6 +21,11 @@ def evict_first(p: Ptx) -> Reg:
   return p.new("d", "createpolicy.fractional.L2::evict_first.b64", 1.0)
 
 
+def evict_last(p: Ptx) -> Reg:
+  """The policy for what other blocks read too."""
+  return p.new("d", "createpolicy.fractional.L2::evict_last.b64", 1.0)
+
+
 def announce(p: Ptx, barrier: Mem, nbytes: Reg | int, when: Reg) -> None:
   """Arrives, and tells how many bytes will."""
   p.emit("mbarrier.arrive.expect_tx.shared::cta.b64", "_", barrier, nbytes, when=when)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from nvfp4_pallas.kernels.ptx import WARPGROUP, Mem, Ptx, Reg
-from nvfp4_pallas.kernels.query_walk import QueryWalk
+from nvfp4_pallas.kernels.query_tile import QueryTile
 
 Q_EXPONENT = 14  # the largest value in a unit is 2^14 or more and below 2^15: float16's upper end
 
@@ -114,25 +114,27 @@ class Quarter:
 
 def load_tile(
   p: Ptx,
-  work: QueryWalk,
+  work: QueryTile,
   *,
   rows: int,
   operands: int,
   dim: int,
   negate: bool,
   largest_of_warps: Callable[[Reg], Reg],
+  first_row: Reg | int = 0,
 ) -> tuple[list[Quarter], Reg]:
   """The thread's part of a query tile as float16 in a unit of the tile, and the unit.
 
   Args:
-    rows: rows past the tile's last one repeat it.
+    rows: of the tile; those past its last one repeat it.
+    first_row: of these.
     largest_of_warps: of a warp's number, all warps' largest.
   """
   loaded = []
   for start in range(0, 4 * rows, WARPGROUP):
     item = p.thread + start if start else p.thread
     row, c = item >> 2, item & 3
-    q_row = work.q_row(work.row_or_last(row))
+    q_row = work.q_row(work.row_or_last(row + first_row))
     of_row = load_quarters(p, q_row, c, operands=operands, dim=dim, negate=negate)
     loaded.append((row, c, of_row, start))
   largest = p.u32(0)

@@ -134,7 +134,7 @@ class _Attend(Attend):
     """Whether any column sees a key of the tile, and whether any does not."""
     self.key = tile * self.cut.tile
     unseen = self.work.unseen_by_all()
-    return lambda token: ~unseen(self.key + token), self.work.is_partial(self.key)
+    return lambda token: ~unseen(self.key + token), self.work.is_partial(self.key, self.cut.tile)
 
   def _mask(self, scores, seen) -> None:
     del seen

@@ -278,7 +278,7 @@ class _Attend:
     """-inf where a row does not see a key, in tiles that have such."""
     p, tail = self.p, self.tail
     mine = key + self.warp * 16 + self.lane.g
-    with p.when(self.work.is_partial(key)):
+    with p.when(self.work.is_partial(key, TILE)):
       for j in range(tail.rows // 8):
         for k in range(2):
           unseen = self.work.unseen_by(self.lane.c * 2 + (8 * j + k))

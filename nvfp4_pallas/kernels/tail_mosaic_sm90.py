@@ -53,7 +53,7 @@ from nvfp4_pallas.kernels.ptx_launch import Kernel
 from nvfp4_pallas.kernels.short_attend import Short
 from nvfp4_pallas.kernels.tail_join import TailJoin
 from nvfp4_pallas.kernels.tail_layout import HEAD_DIM, TILE, Tail
-from nvfp4_pallas.kernels.wide_layout import Wide
+from nvfp4_pallas.kernels.wide_layout import Teams
 from nvfp4_pallas.read_paths import AttentionSpec
 
 READ_PATHS = ("nvfp4_dequant", "nvfp4_a4q")
@@ -236,7 +236,14 @@ def _by_wgmma(cut: Cut, stages: int, common: dict[str, Any]) -> _Program:
 
 def _by_teams(cut: Cut, stages: int, common: dict[str, Any]) -> _Program:
   # Of V one slot has room beside two operands of q.
-  wide = Wide(stages=stages, slots=(2, 3 - common["q_operands"]), **common)
+  wide = Teams(
+    tile=TILE,
+    slots=(2, 3 - common["q_operands"]),
+    consumers=1,
+    producers=WARPS,
+    stages=stages,
+    **common,
+  )
   teams = wide_layout.TEAMS
   return _Program(
     "wide_attend",
@@ -255,6 +262,11 @@ def unsupported(request: Any) -> str | None:
   """Why the kernel cannot run a request (ops.request.AttentionRequest), or None if it can."""
   if request.spec.read_path not in READ_PATHS:
     return f"the kernel has the read paths {', '.join(READ_PATHS)}, not {request.spec.read_path}"
+  return unsupported_shape(request, MAX_ROWS)
+
+
+def unsupported_shape(request: Any, max_group: int) -> str | None:
+  """What is not the read path of unsupported()."""
   if request.formats != ("nvfp4", "nvfp4"):
     return f"the kernel reads K and V in nvfp4, got {' and '.join(request.formats)}"
   for name, dim in (("head_dim", request.head_dim), ("v_head_dim", request.v_head_dim)):
@@ -262,8 +274,8 @@ def unsupported(request: Any) -> str | None:
       return f"the kernel has head_dim {HEAD_DIM}, got {name} {dim}"
   if request.new_kv:
     return "the kernel reads all keys from the cache, so new_kv must be appended first"
-  if request.group > MAX_ROWS:
-    return f"the kernel takes up to {MAX_ROWS} query heads a KV head, got {request.group}"
+  if request.group > max_group:
+    return f"the kernel takes up to {max_group} query heads a KV head, got {request.group}"
   if request.spec.sm_scale == 0:
     return "the kernel compares scores before it scales them, so sm_scale must not be 0"
   if request.spec.soft_cap is not None and request.spec.soft_cap > MAX_SOFT_CAP:

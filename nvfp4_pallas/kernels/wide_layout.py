@@ -1,4 +1,10 @@
-"""What the wide kernel computes and where its things lie in shared memory (static)."""
+"""Shared memory of the programs that multiply wide tiles (static).
+
+A wide tile is K or V of `tile` keys as float16, as wgmma reads it (wgmma.py): rows are keys, in
+PARTS of 64 columns. `Wide` is what programs that attend to such tiles share; `Teams` is for
+wide_attend.py, whose tiles are made in shared memory, `Dense` for dense_attend.py, whose tiles lie
+in device memory.
+"""
 
 from __future__ import annotations
 
@@ -7,83 +13,140 @@ import dataclasses
 from nvfp4_pallas.kernels import wgmma
 
 HEAD_DIM = 128
-PARTS = HEAD_DIM * 2 // wgmma.ROW  # 64 columns of a float16 row each
+PARTS = HEAD_DIM * 2 // wgmma.ROW
 THREADS = 128  # of a warpgroup
 WARPS = 4
-TILE = 64  # keys
-ROWS = 64  # of a query tile
-SHARE = TILE // WARPS  # keys of a tile that a warp widens
-CODES = SHARE * HEAD_DIM // 2  # bytes of a share's codes, of K or of V
-SCALES = SHARE * HEAD_DIM // 16
-STAGE = 2 * (CODES + SCALES)  # codes of K and V, then their scales
-PART = TILE * wgmma.ROW
-SLOT = PARTS * PART  # a tile of K or of V as float16
-TEAMS = 2  # of a block
-ROLES = 2  # warpgroups of a team: one attends, one widens
+ROWS = 64  # of q, that a warpgroup attends with
 
 
 @dataclasses.dataclass(frozen=True)
 class Wide:
-  """What is computed (static).
+  """What is computed, and where what all such programs have lies, in a block's or a team's memory.
 
   Attributes:
     group: query heads of a KV head.
     width: tokens of a query tile.
     q_operands: what is added up to q (levels of A4Q).
-    page_size, num_pages, max_pages: of the pools and of the page table's rows.
     causal, sm_scale, window, soft_cap: as in AttentionSpec.
     out_dtype: bfloat16, float16 or float32.
-    stages: shares of tiles that a warp has fetched or in use.
+    tile: keys.
     slots: of wide tiles, (of K, of V).
+    consumers: warpgroups that attend.
+    producers: arrivals that make a slot full.
   """
 
   group: int
   width: int
   q_operands: int
-  page_size: int
-  num_pages: int
-  max_pages: int
   causal: bool
   sm_scale: float
   window: int | None
   soft_cap: float | None
   out_dtype: str
-  stages: int
+  tile: int
   slots: tuple[int, int]
+  consumers: int
+  producers: int
 
-  # Where things lie in a team's shared memory, whose size is a multiple of wgmma.ALIGNMENT.
+  @property
+  def part(self) -> int:
+    """Bytes of a tile's 64 columns."""
+    return self.tile * wgmma.ROW
+
+  @property
+  def slot(self) -> int:
+    return PARTS * self.part
 
   def q_place(self, operand: int, part: int) -> int:
+    """64 columns of q's rows, from where a consumer's q begins."""
     return (operand * PARTS + part) * ROWS * wgmma.ROW
+
+  @property
+  def q_bytes(self) -> int:
+    """Of a consumer."""
+    return self.q_place(self.q_operands, 0)
+
+  # Places, from a multiple of wgmma.ALIGNMENT on.
 
   def slots_of(self, pool: int) -> int:
     """Of K, 0, or of V, 1."""
-    return self.q_place(self.q_operands, 0) + pool * self.slots[0] * SLOT
-
-  @property
-  def ring(self) -> int:
-    return self.slots_of(1) + self.slots[1] * SLOT
+    return self.consumers * self.q_bytes + pool * self.slots[0] * self.slot
 
   @property
   def reduction(self) -> int:
-    """A number of each warp."""
-    return self.ring + WARPS * self.stages * STAGE
-
-  @property
-  def ring_barriers(self) -> int:
-    return self.reduction + 4 * WARPS
+    """Of each consumer a number of each warp, 16 bytes."""
+    return self.slots_of(1) + self.slots[1] * self.slot
 
   def barriers(self, pool: int, empty: bool) -> int:
     """Of the slots of K or V: whether one is full, or empty again."""
     before = pool * 2 * self.slots[0] + empty * self.slots[pool]
-    return self.ring_barriers + 8 * (WARPS * self.stages + before)
+    return self.reduction + 16 * self.consumers + 8 * before
+
+  @property
+  def end(self) -> int:
+    return self.barriers(1, True) + 8 * self.slots[1]
+
+
+def aligned(nbytes: int) -> int:
+  return -(-nbytes // wgmma.ALIGNMENT) * wgmma.ALIGNMENT
+
+
+@dataclasses.dataclass(frozen=True)
+class Teams(Wide):
+  """A block of TEAMS, each of a warpgroup that attends and one that widens.
+
+  Attributes:
+    page_size, num_pages, max_pages: of the pools and of the page table's rows.
+    stages: shares of tiles that a warp has fetched or in use.
+  """
+
+  page_size: int
+  num_pages: int
+  max_pages: int
+  stages: int
+
+  @property
+  def ring(self) -> int:
+    return -(-self.end // 128) * 128
+
+  @property
+  def ring_barriers(self) -> int:
+    return self.ring + WARPS * self.stages * STAGE
 
   @property
   def team_bytes(self) -> int:
-    end = self.barriers(1, True) + 8 * self.slots[1]
-    return -(-end // wgmma.ALIGNMENT) * wgmma.ALIGNMENT
+    return aligned(self.ring_barriers + 8 * WARPS * self.stages)
 
   @property
   def smem_bytes(self) -> int:
     """Of a block, with room to reach the alignment."""
     return TEAMS * self.team_bytes + wgmma.ALIGNMENT
+
+
+TEAMS = 2
+ROLES = 2
+TEAM_TILE = 64  # keys
+SHARE = TEAM_TILE // WARPS  # keys of a tile that a warp widens
+CODES = SHARE * HEAD_DIM // 2  # bytes of a share's codes, of K or of V
+SCALES = SHARE * HEAD_DIM // 16
+STAGE = 2 * (CODES + SCALES)  # codes of K and V, then their scales
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense(Wide):
+  """A block of warpgroups that attend and one that copies.
+
+  Attributes:
+    num_seqs, kv_heads: of the batch.
+    max_tiles: of a sequence, in the workspace.
+    tokens: rows of q, padding included.
+  """
+
+  num_seqs: int
+  kv_heads: int
+  max_tiles: int
+  tokens: int
+
+  @property
+  def smem_bytes(self) -> int:
+    return aligned(self.end) + wgmma.ALIGNMENT

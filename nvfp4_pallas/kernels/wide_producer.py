@@ -20,12 +20,11 @@ from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
 from nvfp4_pallas.kernels.query_walk import QueryWalk
 from nvfp4_pallas.kernels.wide_layout import (
   CODES,
-  PART,
   SCALES,
   SHARE,
   STAGE,
   WARPS,
-  Wide,
+  Teams,
 )
 from nvfp4_pallas.kernels.wide_slots import Slots
 
@@ -37,7 +36,7 @@ _KEYS = range(0, SHARE, 8)  # of a lane: its own of eight, and of the next eight
 class Producer:
   """Written where the warpgroup's program goes."""
 
-  def __init__(self, p: Ptx, wide: Wide, kv_heads: int, smem: Reg, warp: Reg, lane: Reg):
+  def __init__(self, p: Ptx, wide: Teams, kv_heads: int, smem: Reg, warp: Reg, lane: Reg):
     self._p, self._wide, self._lane = p, wide, lane
     self._warp, self._first_lane = warp, lane.eq(0)
     self._pages = Pages(wide.page_size, wide.num_pages, kv_heads, SHARE, stride=WARPS)
@@ -64,7 +63,7 @@ class Producer:
     self._scales = self._key * _BLOCKS + c * 2
     # Of the lane's first key; that of its second is 8 keys, 1024 bytes, on.
     piece = ((c & 1) * 4) ^ self._key
-    self._target = (c >> 1) * PART + (warp * SHARE + self._key) * wgmma.ROW + piece * 16
+    self._target = (c >> 1) * wide.part + (warp * SHARE + self._key) * wgmma.ROW + piece * 16
 
   def segment(self, work: QueryWalk) -> None:
     p = self._p
@@ -147,5 +146,5 @@ class Producer:
     return self._p.select(stage.eq(self._wide.stages - 1), 0, stage + 1)
 
 
-def make_barriers(p: Ptx, wide: Wide, smem: Reg, when: Reg) -> None:
+def make_barriers(p: Ptx, wide: Teams, smem: Reg, when: Reg) -> None:
   copies.make_barriers(p, smem + wide.ring_barriers, WARPS * wide.stages, 1, when)

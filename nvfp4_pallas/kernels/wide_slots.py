@@ -1,35 +1,36 @@
 """Tiles of K and V as float16 in shared memory, between those who widen and those who attend. PTX.
 
-A pool's tiles go around its slots. A slot's phase of `full` is over when all warps that widen have
-stored their shares, its phase of `empty` when all that attend have read it.
+A pool's tiles go around its slots. A slot's phase of `full` is over when all that fill it have done
+their part, its phase of `empty` when all warps that attend have read it.
 """
 
 from __future__ import annotations
 
 from nvfp4_pallas.kernels import copies
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
-from nvfp4_pallas.kernels.wide_layout import SLOT, WARPS, Wide
+from nvfp4_pallas.kernels.wide_layout import WARPS, Wide
 
 
 def make_barriers(p: Ptx, wide: Wide, smem: Reg, when: Reg) -> None:
   for pool in range(2):
     for empty in (False, True):
       first = smem + wide.barriers(pool, empty)
-      copies.make_barriers(p, first, wide.slots[pool], WARPS, when)
+      arrivals = WARPS * wide.consumers if empty else wide.producers
+      copies.make_barriers(p, first, wide.slots[pool], arrivals, when)
 
 
 class Slots:
   """A warp's way around the slots of K (pool 0) or V (pool 1); registers."""
 
   def __init__(self, p: Ptx, wide: Wide, smem: Reg, pool: int):
-    self._p, self._count = p, wide.slots[pool]
+    self._p, self._count, self._bytes = p, wide.slots[pool], wide.slot
     self._first = smem + wide.slots_of(pool)
     self._full, self._empty = (smem + wide.barriers(pool, empty) for empty in (False, True))
     self._slot, self._phase = p.u32(0), p.u32(0)
 
   @property
   def address(self) -> Reg:
-    return self._p.mad(self._slot, SLOT, self._first)
+    return self._p.mad(self._slot, self._bytes, self._first)
 
   def wait_full(self) -> None:
     copies.wait(self._p, self._barrier(self._full), self._phase)
@@ -47,9 +48,19 @@ class Slots:
     self._tell(self._empty, first_lane)
 
   def _tell(self, barriers: Reg, first_lane: Reg) -> None:
+    self._p.sync_warp()
+    copies.arrive(self._p, self._barrier(barriers), first_lane)
+    self.advance()
+
+  def copy(self, source: Reg, policy: Reg, when: Reg) -> None:
+    """Starts the copy that makes the slot full; on to the next one."""
+    p, barrier = self._p, self._barrier(self._full)
+    copies.announce(p, barrier, self._bytes, when)
+    copies.start_copy(p, Mem(self.address), source, self._bytes, barrier, policy, when)
+    self.advance()
+
+  def advance(self) -> None:
     p = self._p
-    p.sync_warp()
-    copies.arrive(p, self._barrier(barriers), first_lane)
     last = self._slot.eq(self._count - 1)
     p.set(self._phase, self._phase ^ 1, when=last)
     p.set(self._slot, p.select(last, 0, self._slot + 1))
