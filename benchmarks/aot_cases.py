@@ -130,6 +130,19 @@ def tail(cache, read_path, *, q_len=16, seqs=16, group=4, config=None, **numeric
   return partial(kernel.attention, spec=spec, config=config), (q, cache, batch)
 
 
+def dense(cache, *, q_len=8192, seqs=1, group=4, **numerics):
+  from nvfp4_pallas import RaggedBatch
+  from nvfp4_pallas.kernels import prefill_mosaic_sm90 as kernel
+  from nvfp4_pallas.read_paths import AttentionSpec
+
+  spec = AttentionSpec("nvfp4_repack", **{"causal": True, "sm_scale": 0.1} | numerics)
+  tokens = seqs * q_len
+  q = S((tokens, cache.num_kv_heads * group, cache.k.head_dim), jnp.bfloat16)
+  lengths = S((seqs,), jnp.int32), S((seqs + 1,), jnp.int32)
+  batch = RaggedBatch(S((seqs, q_len // cache.page_size), jnp.int32), *lengths)
+  return partial(kernel.attention, spec=spec), (q, cache, batch)
+
+
 def masked_tail(**options):
   return tail(abstract_cache(), "nvfp4_dequant", window=999, soft_cap=30.0, **options)
 
@@ -297,6 +310,14 @@ CASES = (
   Case("wide/a4q", lambda: tail(abstract_cache(), "nvfp4_a4q", q_levels=2), 128),
   Case("wide/page_16", lambda: tail(abstract_cache(page_size=16), "nvfp4_dequant"), 128),
   Case("wide/page_256", lambda: tail(abstract_cache(page_size=256), "nvfp4_dequant"), 128),
+  # 384 threads have 168 registers each.
+  Case("dense/8k", lambda: dense(abstract_cache()), 168),
+  Case(
+    "dense/masks",
+    lambda: dense(abstract_cache(), seqs=3, group=7, window=999, soft_cap=30.0, causal=False),
+    168,
+  ),
+  Case("dense/page_16", lambda: dense(abstract_cache(page_size=16)), 168),
   Case("attention/decode", lambda: split_kv(abstract_cache(), "nvfp4_dequant"), 255),
   Case("attention/prefill", lambda: prefill(abstract_cache(), "nvfp4_dequant"), 255),
   Case("attention/prefill_a4q", lambda: prefill(abstract_cache(), "nvfp4_a4q", q_levels=2), 255),
