@@ -130,12 +130,12 @@ def tail(cache, read_path, *, q_len=16, seqs=16, group=4, config=None, **numeric
   return partial(kernel.attention, spec=spec, config=config), (q, cache, batch)
 
 
-def dense(cache, *, q_len=8192, seqs=1, group=4, **numerics):
+def whole(cache, read_path, *, q_len=8192, seqs=1, group=4, **numerics):
   from nvfp4_pallas import RaggedBatch
   from nvfp4_pallas.kernels import prefill_mosaic_sm90 as kernel
   from nvfp4_pallas.read_paths import AttentionSpec
 
-  spec = AttentionSpec("nvfp4_repack", **{"causal": True, "sm_scale": 0.1} | numerics)
+  spec = AttentionSpec(read_path, **{"causal": True, "sm_scale": 0.1} | numerics)
   tokens = seqs * q_len
   q = S((tokens, cache.num_kv_heads * group, cache.k.head_dim), jnp.bfloat16)
   lengths = S((seqs,), jnp.int32), S((seqs + 1,), jnp.int32)
@@ -145,6 +145,11 @@ def dense(cache, *, q_len=8192, seqs=1, group=4, **numerics):
 
 def masked_tail(**options):
   return tail(abstract_cache(), "nvfp4_dequant", window=999, soft_cap=30.0, **options)
+
+
+def masked_whole(read_path):
+  options = {"window": 999, "soft_cap": 30.0, "causal": False}
+  return whole(abstract_cache(), read_path, seqs=3, group=7, **options)
 
 
 def split_kv(cache, read_path, **options):
@@ -310,14 +315,14 @@ CASES = (
   Case("wide/a4q", lambda: tail(abstract_cache(), "nvfp4_a4q", q_levels=2), 128),
   Case("wide/page_16", lambda: tail(abstract_cache(page_size=16), "nvfp4_dequant"), 128),
   Case("wide/page_256", lambda: tail(abstract_cache(page_size=256), "nvfp4_dequant"), 128),
-  # 384 threads have 168 registers each.
-  Case("dense/8k", lambda: dense(abstract_cache()), 168),
-  Case(
-    "dense/masks",
-    lambda: dense(abstract_cache(), seqs=3, group=7, window=999, soft_cap=30.0, causal=False),
-    168,
-  ),
-  Case("dense/page_16", lambda: dense(abstract_cache(page_size=16)), 168),
+  # 384 threads have 168 registers each, 512 have 128.
+  Case("dense/8k", lambda: whole(abstract_cache(), "nvfp4_repack"), 168, max_instructions=3500),
+  Case("dense/masks", lambda: masked_whole("nvfp4_repack"), 168),
+  Case("dense/page_16", lambda: whole(abstract_cache(page_size=16), "nvfp4_repack"), 168),
+  Case("fused/8k", lambda: whole(abstract_cache(), "nvfp4_dequant"), 128, max_instructions=3500),
+  Case("fused/masks", lambda: masked_whole("nvfp4_dequant"), 128),
+  Case("fused/a4q", lambda: whole(abstract_cache(), "nvfp4_a4q", q_levels=2), 128),
+  Case("fused/page_16", lambda: whole(abstract_cache(page_size=16), "nvfp4_dequant"), 128),
   Case("attention/decode", lambda: split_kv(abstract_cache(), "nvfp4_dequant"), 255),
   Case("attention/prefill", lambda: prefill(abstract_cache(), "nvfp4_dequant"), 255),
   Case("attention/prefill_a4q", lambda: prefill(abstract_cache(), "nvfp4_a4q", q_levels=2), 255),

@@ -341,6 +341,8 @@ class _Machine:
       return ptx_memory.make_load(self, i)
     if i.op.startswith("st."):
       return ptx_memory.make_store(self, i)
+    if i.op.startswith("atom."):
+      return ptx_memory.make_atomic(self, i)
     if i.op.startswith(("ldmatrix.", "stmatrix.")):
       return ptx_memory.make_matrix(self, i)
     if i.op.startswith("mbarrier."):

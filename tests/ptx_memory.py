@@ -154,6 +154,15 @@ class Memory:
     self._loadable[size][index] = _ONES[size]
     self._log.append((size, index))
 
+  def atomic_add(self, at: int, value: int) -> int:
+    """What the word was. Written by another block or not, but in this launch by atomics alone."""
+    if not 0 <= at < len(self.data) - 3 or at % 4 or not self._loadable[4].take(at // 4).all():
+      self._fail("load", 4, np.array([at // 4]))
+    word = self.data[at : at + 4].view(np.uint32)
+    old = int(word[0])
+    word[0] = (old + value) % 2**32
+    return old
+
   def copy_source(self, address: int, size: int) -> np.ndarray:
     """The bytes that an asynchronous copy brings."""
     start = address - BASE
@@ -440,6 +449,22 @@ def make_store(machine, instruction) -> Step:
       memory.store(total, index, items)
     else:
       shared.write(machine.warp.index, total, index, items)
+
+  return step
+
+
+def make_atomic(machine, instruction) -> Step:
+  """atom.global.add.u32, which all blocks may do: only the sum counts."""
+  r, memory = machine.r, machine.block.memory
+  if instruction.op != "atom.global.add.u32":
+    raise NotImplementedError(instruction.op)
+  target, mem, value = instruction.args
+  target, value = r.u32(target), r.u32(value)
+  address, mask = address_of(r, mem, "global"), r.mask(instruction)
+
+  def step():
+    for lane in range(LANES) if mask is None else np.flatnonzero(mask()):
+      target[lane] = memory.atomic_add(int(address()[lane]), int(value[lane]))
 
   return step
 

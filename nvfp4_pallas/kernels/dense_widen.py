@@ -3,7 +3,8 @@
 A block makes one wide tile (wide_layout.py) of K or of V, as a copy to shared memory wants it. A
 thread takes a word of eight codes at a time, and a warp two keys, so that loads and stores are of
 whole lines. Keys past the sequence's end are zeros: nobody sees them, but what P of 0 meets must be
-finite. Sequences have at least one tile, for query tiles that see no key.
+finite. Sequences have at least one tile, for query tiles that see no key. The first block also sets
+the counter of item_feed.py to 0.
 
 Bytes of a token and KV head, of K or V: 72 in, 256 out.
 """
@@ -16,7 +17,7 @@ from nvfp4_pallas.kernels.ptx import Mem, Ptx
 from nvfp4_pallas.kernels.wide_layout import HEAD_DIM, THREADS, Dense
 
 POINTERS_IN = ("table", "kv_lens", "k", "k_scale", "v", "v_scale")
-POINTERS_OUT = ("wide",)
+POINTERS_OUT = ("wide", "counter")
 _WORDS = HEAD_DIM // 8  # of a key
 _AT_ONCE = 8  # words of a thread whose loads are in flight
 
@@ -40,6 +41,8 @@ def widen(dense: Dense, page_size: int, num_pages: int, max_pages: int) -> Ptx:
   codes, scales = p.new("d", "mov.b64", p.pointer("k")), p.new("d", "mov.b64", p.pointer("k_scale"))
   p.set(codes, p.pointer("v"), when=is_v)
   p.set(scales, p.pointer("v_scale"), when=is_v)
+  first = p.program.eq(0) & thread.eq(0)
+  p.store("global", Mem(p.address(p.pointer("counter"), p.u32(0), 4)), [p.u32(0)], when=first)
   image = p.address(p.pointer("wide"), p.program, dense.slot)
   with p.scope() as scope:
     scope.leave_if((tile * dense.tile >= kv_len) & tile.ne(0))

@@ -1,50 +1,33 @@
-"""A block's way over whole query tiles (query_tile.py), those with most keys first. PTX.
+"""The way over whole query tiles (query_tile.py), in each sequence those with most keys first. PTX.
 
 Items are query tiles and KV heads: sequence by sequence, in it from the last query tile to the
-first, which sees the fewest keys, and in each the heads. Blocks take them in rounds, every other one
-backwards, so that a block with a long item in one round has a short one in the next:
-
-    items     0  1  2  3 | 4  5  6  7 | 8  9 ...
-    blocks    0  1  2  3 | 3  2  1  0 | 0  1 ...
-
-Which block has an item does not change what comes out.
+first, which sees the fewest keys, and in each the heads. Blocks take items as they come free
+(item_feed.py), so what is left for the end is short. Which block has an item does not change what
+comes out.
 """
 
 from __future__ import annotations
 
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg, Scope
 from nvfp4_pallas.kernels.query_tile import QueryTile
+from nvfp4_pallas.kernels.wide_layout import Whole
 
 
 class ItemWalk(QueryTile):
-  def __init__(
-    self,
-    p: Ptx,
-    *,
-    blocks: int,
-    num_seqs: int,
-    kv_heads: int,
-    width: int,
-    group: int,
-    causal: bool,
-    window: int | None,
-    tile: int,
-  ):
-    self._p, self._blocks, self._num_seqs = p, blocks, num_seqs
-    self._width, self._tile = width, tile
-    self._describe(group=group, kv_heads=kv_heads, causal=causal, window=window)
-    self._round, self.seq, self._items_before = p.u32(0), p.u32(0), p.u32(0)
+  def __init__(self, p: Ptx, whole: Whole):
+    self._p, self._num_seqs = p, whole.num_seqs
+    self._width, self._tile = whole.width, whole.tile
+    self._describe(
+      group=whole.group, kv_heads=whole.kv_heads, causal=whole.causal, window=whole.window
+    )
+    self.seq, self._items_before = p.u32(0), p.u32(0)
     self._q_begin, self.q_len, self.kv_len = p.u32(0), p.u32(0), p.u32(0)
     self._query_tiles = p.u32(0)
     self._load_seq()
 
-  def find(self, scope: Scope) -> None:
-    """To the block's next item; leaves the scope when there is none."""
+  def find(self, item: Reg, scope: Scope) -> None:
+    """To an item, which is after the last one; leaves the scope when there is no such."""
     p = self._p
-    backwards = (self._round & 1).ne(0)
-    place = p.select(backwards, p.u32(self._blocks - 1) - p.program, p.program)
-    item = self._round * self._blocks + place
-    p.set(self._round, self._round + 1)
     with p.loop() as sequences:
       items = self._query_tiles * self._kv_heads
       sequences.leave_if(item - self._items_before < items)

@@ -49,7 +49,7 @@ class PageWalk:
     self._p, self._pages, self._lane, self._row = p, pages, lane, row
     self._first_tile = first_tile
     # Past the sequence's last page the table holds anything.
-    self._last_page = p.cdiv(kv_len, pages.page_size) - 1
+    self._last_page = p.maximum(p.cdiv(kv_len, pages.page_size), 1) - 1
     self._numbers, self._next_numbers = p.u32(0), p.register("r")
     self._load(p.u32(0))
 

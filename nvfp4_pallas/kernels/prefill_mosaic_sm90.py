@@ -1,12 +1,16 @@
-"""Prefill of long queries over NVFP4 caches on Hopper: repacked ahead, then dense attention.
+"""Prefill of long queries over NVFP4 caches on Hopper. PTX in Pallas kernels.
 
-Two kernels: `dense_widen` (dense_widen.py) makes float16 tiles of all keys in a workspace of device
-memory, `dense_attend` (dense_attend.py) attends to them. PTX in Pallas kernels. The workspace has
-room for all pages of the page table, 512 bytes a token and KV head: `workspace_bytes`.
+    nvfp4_repack                `dense_widen` (dense_widen.py) makes float16 tiles of all keys in a
+                                workspace, `dense_attend` (dense_attend.py) attends to them
+    nvfp4_dequant, nvfp4_a4q    `fused_attend` (fused_attend.py) widens as it goes: no workspace
+
+The workspace has room for all pages of the page table, 512 bytes a token and KV head:
+`workspace_bytes`. A4Q is emulated: its numbers, not its speed.
 
 Limits that the definition does not have are those of tail_mosaic_sm90.py, with one difference: when
 V of a key is not finite (a faulty block), rows that do not see the key also become NaN in the
-columns concerned if their query tile of 128 rows reaches the key's tile of 128 keys.
+columns concerned if their query tile of 128 rows reaches the key's tile, of 128 keys in the
+workspace and 64 without.
 
 Run on a CPU by an emulator of its instructions and compiled ahead of time for sm_90a in the tests;
 run on an H200 as the rows of benchmarks/results say, which name the hash of these sources.
@@ -21,21 +25,22 @@ import jax.numpy as jnp
 
 from nvfp4_pallas.batch import RaggedBatch
 from nvfp4_pallas.cache import PagedKVCache
-from nvfp4_pallas.kernels import dense_attend, dense_widen, tail_mosaic_sm90
+from nvfp4_pallas.kernels import dense_attend, dense_widen, fused_attend, tail_mosaic_sm90
 from nvfp4_pallas.kernels.decode_mosaic_sm90 import MULTIPROCESSORS, inputs, nothing_seen
-from nvfp4_pallas.kernels.dense_attend import CONSUMERS, QUERY_ROWS
 from nvfp4_pallas.kernels.ptx import WARPGROUP
 from nvfp4_pallas.kernels.ptx_launch import Kernel
-from nvfp4_pallas.kernels.wide_layout import HEAD_DIM, Dense
+from nvfp4_pallas.kernels.whole_attend import CONSUMERS, QUERY_ROWS
+from nvfp4_pallas.kernels.wide_layout import HEAD_DIM, SHARED_TILE, WARPS, Dense, Fused
 from nvfp4_pallas.read_paths import AttentionSpec
 
-TILE = 128  # keys
+TILE = 128  # keys, in the workspace
 SLOTS = 2, 2
-READ_PATHS = ("nvfp4_repack",)
+STAGES = 4
+READ_PATHS = ("nvfp4_repack", "nvfp4_dequant", "nvfp4_a4q")
 
 
 def workspace_bytes(num_seqs: int, kv_heads: int, max_keys: int) -> int:
-  """Of device memory, while a call runs."""
+  """Of device memory, while a call of nvfp4_repack runs."""
   return num_seqs * kv_heads * -(-max_keys // TILE) * TILE * HEAD_DIM * 2 * 2
 
 
@@ -64,51 +69,74 @@ def attention(
     return nothing_seen(q.shape, out_dtype)
   widen, attend = kernels(q, cache, batch, spec, out_dtype, blocks)
   arrays = inputs(q, cache, batch, spec) | {"cu_q_lens": batch.cu_q_lens}
-  made = attend.launch(arrays | widen.launch(arrays))
+  if widen is not None:
+    arrays |= widen.launch(arrays)
+  # Blocks take items by a counter, which begins at 0.
+  arrays["counter"] = jax.new_ref(arrays.get("counter", jnp.zeros((1,), jnp.int32)))
+  made = attend.launch(arrays)
   return made["out"], made["lse"]
 
 
 def kernels(
   q, cache: PagedKVCache, batch: RaggedBatch, spec: AttentionSpec, out_dtype: Any, blocks: int
-) -> tuple[Kernel, Kernel]:
-  """The program that widens and the one that attends."""
+) -> tuple[Kernel | None, Kernel]:
+  """The program that widens, where it is one of its own, and the one that attends."""
   group = q.shape[1] // cache.num_kv_heads
-  dense = Dense(
-    group=group,
-    width=QUERY_ROWS // group,
-    q_operands=1,
-    causal=spec.causal,
-    sm_scale=spec.sm_scale,
-    window=spec.window,
-    soft_cap=spec.soft_cap,
-    out_dtype=jnp.dtype(out_dtype).name,
-    tile=TILE,
-    slots=SLOTS,
-    consumers=CONSUMERS,
-    producers=1,
-    num_seqs=batch.num_seqs,
-    kv_heads=cache.num_kv_heads,
-    max_tiles=-(-batch.max_pages * cache.page_size // TILE),
-    tokens=q.shape[0],
-  )
+  pages: dict[str, Any] = {
+    "page_size": cache.page_size,
+    "num_pages": cache.num_pages,
+    "max_pages": batch.max_pages,
+  }
+  whole: dict[str, Any] = {
+    "group": group,
+    "width": QUERY_ROWS // group,
+    "q_operands": spec.q_levels if spec.read_path == "nvfp4_a4q" else 1,
+    "causal": spec.causal,
+    "sm_scale": spec.sm_scale,
+    "window": spec.window,
+    "soft_cap": spec.soft_cap,
+    "out_dtype": jnp.dtype(out_dtype).name,
+    "slots": SLOTS,
+    "consumers": CONSUMERS,
+    "num_seqs": batch.num_seqs,
+    "kv_heads": cache.num_kv_heads,
+    "tokens": q.shape[0],
+  }
+  makes = {
+    "out": jax.ShapeDtypeStruct(q.shape, out_dtype),
+    "lse": jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
+  }
+  if spec.read_path != "nvfp4_repack":
+    fused = Fused(tile=SHARED_TILE, producers=WARPS, stages=STAGES, **whole, **pages)
+    attend = Kernel(
+      name="fused_attend",
+      program=fused_attend.attend(fused, blocks),
+      blocks=blocks,
+      threads=fused_attend.WARPGROUPS * WARPGROUP,
+      smem_bytes=fused.smem_bytes,
+      makes=makes,
+    )
+    return None, attend
+  max_tiles = -(-batch.max_pages * cache.page_size // TILE)
+  dense = Dense(tile=TILE, producers=1, max_tiles=max_tiles, **whole)
   tiles = dense_widen.blocks(dense)
   widen = Kernel(
     name="dense_widen",
-    program=dense_widen.widen(dense, cache.page_size, cache.num_pages, batch.max_pages),
+    program=dense_widen.widen(dense, **pages),
     blocks=tiles,
     smem_bytes=0,
-    makes={"wide": jax.ShapeDtypeStruct((tiles, dense.slot // 2), jnp.float16)},
+    makes={
+      "wide": jax.ShapeDtypeStruct((tiles, dense.slot // 2), jnp.float16),
+      "counter": jax.ShapeDtypeStruct((1,), jnp.int32),
+    },
   )
   attend = Kernel(
     name="dense_attend",
     program=dense_attend.attend(dense, blocks),
     blocks=blocks,
-    threads=(CONSUMERS + 1) * WARPGROUP,
+    threads=dense_attend.WARPGROUPS * WARPGROUP,
     smem_bytes=dense.smem_bytes,
-    makes={
-      "out": jax.ShapeDtypeStruct(q.shape, out_dtype),
-      "lse": jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
-    },
+    makes=makes,
   )
   return widen, attend
 
@@ -116,5 +144,5 @@ def kernels(
 def unsupported(request: Any) -> str | None:
   """Why the kernel cannot run a request (ops.request.AttentionRequest), or None if it can."""
   if request.spec.read_path not in READ_PATHS:
-    return f"the kernel has the read path {READ_PATHS[0]}, not {request.spec.read_path}"
+    return f"the kernel has the read paths {', '.join(READ_PATHS)}, not {request.spec.read_path}"
   return tail_mosaic_sm90.unsupported_shape(request, QUERY_ROWS)

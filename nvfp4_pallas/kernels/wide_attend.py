@@ -35,7 +35,7 @@ def attend(wide: Teams, cut: Cut) -> Ptx:
   smem = (p.smem + (wgmma.ALIGNMENT - 1)) & ~(wgmma.ALIGNMENT - 1) % 2**32
   warp, lane = p.from_lane(p.thread >> 5, 0), p.thread & 31
   maker = p.role.eq(0) & p.thread.eq(0)
-  wide_producer.make_barriers(p, wide, smem, maker)
+  wide_producer.make_barriers(p, wide.rings, smem, maker)
   wide_slots.make_barriers(p, wide, smem, maker)
   p.emit("bar.sync", TEAMS * ROLES, TEAMS * ROLES * THREADS)
 

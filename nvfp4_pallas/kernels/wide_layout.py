@@ -2,15 +2,15 @@
 
 A wide tile is K or V of `tile` keys as float16, as wgmma reads it (wgmma.py): rows are keys, in
 PARTS of 64 columns. `Wide` is what programs that attend to such tiles share; `Teams` is for
-wide_attend.py, whose tiles are made in shared memory, `Dense` for dense_attend.py, whose tiles lie
-in device memory.
+wide_attend.py, whose query tiles may be cut, `Fused` and `Dense` for fused_attend.py and
+dense_attend.py, which take whole ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from nvfp4_pallas.kernels import wgmma
+from nvfp4_pallas.kernels import item_feed, wgmma
 
 HEAD_DIM = 128
 PARTS = HEAD_DIM * 2 // wgmma.ROW
@@ -87,8 +87,45 @@ class Wide:
     return self.barriers(1, True) + 8 * self.slots[1]
 
 
-def aligned(nbytes: int) -> int:
-  return -(-nbytes // wgmma.ALIGNMENT) * wgmma.ALIGNMENT
+def aligned(nbytes: int, unit: int = wgmma.ALIGNMENT) -> int:
+  return -(-nbytes // unit) * unit
+
+
+SHARED_TILE = 64  # keys of a tile that warps make together
+SHARE = SHARED_TILE // WARPS
+CODES = SHARE * HEAD_DIM // 2  # bytes of a share's codes, of K or of V
+SCALES = SHARE * HEAD_DIM // 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Rings:
+  """Of each warp of warpgroups that widen a ring of stages, what it has fetched or is using.
+
+  Attributes:
+    begin: where they lie.
+    stages: of a warp.
+    pools: whose shares a stage holds: codes, one after the other, then scales.
+    producers: warpgroups.
+  """
+
+  begin: int
+  stages: int
+  pools: int
+  producers: int
+
+  @property
+  def stage(self) -> int:
+    return self.pools * (CODES + SCALES)
+
+  def ring(self, producer: int) -> int:
+    return self.begin + producer * WARPS * self.stages * self.stage
+
+  def barriers(self, producer: int) -> int:
+    return self.ring(self.producers) + 8 * producer * WARPS * self.stages
+
+  @property
+  def end(self) -> int:
+    return self.barriers(self.producers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +134,7 @@ class Teams(Wide):
 
   Attributes:
     page_size, num_pages, max_pages: of the pools and of the page table's rows.
-    stages: shares of tiles that a warp has fetched or in use.
+    stages: of a warp's ring.
   """
 
   page_size: int
@@ -106,16 +143,12 @@ class Teams(Wide):
   stages: int
 
   @property
-  def ring(self) -> int:
-    return -(-self.end // 128) * 128
-
-  @property
-  def ring_barriers(self) -> int:
-    return self.ring + WARPS * self.stages * STAGE
+  def rings(self) -> Rings:
+    return Rings(aligned(self.end, 128), self.stages, pools=2, producers=1)
 
   @property
   def team_bytes(self) -> int:
-    return aligned(self.ring_barriers + 8 * WARPS * self.stages)
+    return aligned(self.rings.end)
 
   @property
   def smem_bytes(self) -> int:
@@ -125,28 +158,64 @@ class Teams(Wide):
 
 TEAMS = 2
 ROLES = 2
-TEAM_TILE = 64  # keys
-SHARE = TEAM_TILE // WARPS  # keys of a tile that a warp widens
-CODES = SHARE * HEAD_DIM // 2  # bytes of a share's codes, of K or of V
-SCALES = SHARE * HEAD_DIM // 16
-STAGE = 2 * (CODES + SCALES)  # codes of K and V, then their scales
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense(Wide):
-  """A block of warpgroups that attend and one that copies.
+class Whole(Wide):
+  """A block that takes whole query tiles, item by item; the base of two.
 
   Attributes:
     num_seqs, kv_heads: of the batch.
-    max_tiles: of a sequence, in the workspace.
     tokens: rows of q, padding included.
   """
 
   num_seqs: int
   kv_heads: int
-  max_tiles: int
   tokens: int
 
   @property
+  def feed(self) -> int:
+    """Of item_feed.py."""
+    return self.end
+
+  @property
+  def feed_end(self) -> int:
+    return self.feed + item_feed.BYTES
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense(Whole):
+  """A block of warpgroups that attend and a warp that copies.
+
+  Attributes:
+    max_tiles: of a sequence, in the workspace.
+  """
+
+  max_tiles: int
+
+  @property
   def smem_bytes(self) -> int:
-    return aligned(self.end) + wgmma.ALIGNMENT
+    return aligned(self.feed_end) + wgmma.ALIGNMENT
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused(Whole):
+  """A block of warpgroups that attend, one that widens K and one that widens V.
+
+  Attributes:
+    page_size, num_pages, max_pages: of the pools and of the page table's rows.
+    stages: of a warp's ring.
+  """
+
+  page_size: int
+  num_pages: int
+  max_pages: int
+  stages: int
+
+  @property
+  def rings(self) -> Rings:
+    return Rings(aligned(self.feed_end, 128), self.stages, pools=1, producers=2)
+
+  @property
+  def smem_bytes(self) -> int:
+    return aligned(self.rings.end) + wgmma.ALIGNMENT

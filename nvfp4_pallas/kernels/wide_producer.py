@@ -17,15 +17,8 @@ from nvfp4_pallas.kernels import copies, wgmma
 from nvfp4_pallas.kernels.mma_fragments import e2m1_as_f16
 from nvfp4_pallas.kernels.page_walk import Pages, PageWalk
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
-from nvfp4_pallas.kernels.query_walk import QueryWalk
-from nvfp4_pallas.kernels.wide_layout import (
-  CODES,
-  SCALES,
-  SHARE,
-  STAGE,
-  WARPS,
-  Teams,
-)
+from nvfp4_pallas.kernels.query_tile import QueryTile
+from nvfp4_pallas.kernels.wide_layout import CODES, SCALES, SHARE, WARPS, Fused, Rings, Teams
 from nvfp4_pallas.kernels.wide_slots import Slots
 
 _ROW = CODES // SHARE  # bytes of a key's codes
@@ -36,27 +29,44 @@ _KEYS = range(0, SHARE, 8)  # of a lane: its own of eight, and of the next eight
 class Producer:
   """Written where the warpgroup's program goes."""
 
-  def __init__(self, p: Ptx, wide: Teams, kv_heads: int, smem: Reg, warp: Reg, lane: Reg):
-    self._p, self._wide, self._lane = p, wide, lane
+  def __init__(
+    self,
+    p: Ptx,
+    wide: Teams | Fused,
+    kv_heads: int,
+    smem: Reg,
+    warp: Reg,
+    lane: Reg,
+    *,
+    pools: tuple[int, ...] = (0, 1),
+    index: int = 0,
+  ):
+    """
+    Args:
+      pools: what it widens: K (0), V (1) or both.
+      index: which of the producers it is.
+    """
+    self._p, self._wide, self._lane, self._pools = p, wide, lane, pools
     self._warp, self._first_lane = warp, lane.eq(0)
+    self._rings = rings = wide.rings
     self._pages = Pages(wide.page_size, wide.num_pages, kv_heads, SHARE, stride=WARPS)
-    self._ring = smem + self._warp * (wide.stages * STAGE) + wide.ring
-    self._barriers = smem + self._warp * (8 * wide.stages) + wide.ring_barriers
-    self._policy = copies.evict_first(p)
-    # Each of four lanes copies one array: where it is, bytes of a share, place in a stage.
-    self._array = p.new("d", "mov.b64", p.pointer("k"))
+    self._ring = smem + self._warp * (rings.stages * rings.stage) + rings.ring(index)
+    self._barriers = smem + self._warp * (8 * rings.stages) + rings.barriers(index)
+    self._policy = copies.evict_first(p) if len(pools) == 2 else copies.evict_last(p)
+    # Each of a few lanes copies one array: where it is, bytes of a share, place in a stage.
+    names = [("k", "v")[pool] for pool in pools]
+    arrays = [(name, CODES) for name in names] + [(f"{name}_scale", SCALES) for name in names]
+    self._arrays = len(arrays)
+    self._array = p.new("d", "mov.b64", p.pointer(arrays[0][0]))
     self._bytes, self._place = p.u32(CODES), p.u32(0)
-    of_others = (
-      ("v", CODES, CODES),
-      ("k_scale", SCALES, 2 * CODES),
-      ("v_scale", SCALES, 2 * CODES + SCALES),
-    )
-    for i, (name, nbytes, place) in enumerate(of_others):
-      mine = lane.eq(i + 1)
+    place = 0
+    for i, (name, nbytes) in enumerate(arrays):
+      mine = lane.eq(i)
       p.set(self._array, p.pointer(name), when=mine)
       p.set(self._bytes, nbytes, when=mine)
       p.set(self._place, place, when=mine)
-    self._slots = Slots(p, wide, smem, 0), Slots(p, wide, smem, 1)
+      place += nbytes
+    self._slots = [Slots(p, wide, smem, pool) for pool in pools]
     self._stage, self._phase, self._issue_stage = p.u32(0), p.u32(0), p.u32(0)
     self._key, c = ((lane >> 1) & 3) | ((lane >> 2) & 4), (lane & 1) | ((lane >> 2) & 2)
     self._source = self._key * _ROW + c * 16
@@ -65,7 +75,7 @@ class Producer:
     piece = ((c & 1) * 4) ^ self._key
     self._target = (c >> 1) * wide.part + (warp * SHARE + self._key) * wgmma.ROW + piece * 16
 
-  def segment(self, work: QueryWalk) -> None:
+  def segment(self, work: QueryTile) -> None:
     p = self._p
     self._work = work
     row = p.address(p.pointer("table"), work.seq, 4 * self._wide.max_pages)
@@ -73,16 +83,16 @@ class Producer:
     self._walk = PageWalk(p, self._pages, self._lane, row=row, kv_len=work.kv_len, first_tile=first)
     self._issued, done = p.u32(0), p.u32(0)
     with p.loop() as filling:
-      filling.leave_if(self._issued >= p.minimum(work.count, self._wide.stages))
+      filling.leave_if(self._issued >= p.minimum(work.count, self._rings.stages))
       self._issue()
     unseen = work.unseen_by_all()
     with p.loop() as tiles:
       key = (work.first_tile + done) * (SHARE * WARPS) + (self._warp * SHARE + self._key)
       copies.wait(p, Mem(self._barriers + self._stage * 8), self._phase)
-      stage = p.mad(self._stage, STAGE, self._ring)
+      stage = p.mad(self._stage, self._rings.stage, self._ring)
       raw = [
-        [self._load(stage, pool, keys, unseen(key + keys) if pool else None) for keys in _KEYS]
-        for pool in range(2)
+        [self._load(stage, i, keys, unseen(key + keys) if pool else None) for keys in _KEYS]
+        for i, pool in enumerate(self._pools)
       ]
       self._advance()
       with p.when(self._issued < work.count):
@@ -101,24 +111,26 @@ class Producer:
     p = self._p
     self._walk.reach(self._issued)
     barrier = Mem(self._barriers + self._issue_stage * 8)
-    copies.announce(p, barrier, STAGE, self._first_lane)
+    copies.announce(p, barrier, self._rings.stage, self._first_lane)
     p.sync_warp()
     (run,) = self._walk.runs(self._issued, self._work.head)
-    target = p.mad(self._issue_stage, STAGE, self._ring) + self._place
+    target = p.mad(self._issue_stage, self._rings.stage, self._ring) + self._place
     source = p.new("d", "mad.wide.u32", run, self._bytes, self._array)
-    copier = self._lane < 4
+    copier = self._lane < self._arrays
     copies.start_copy(p, Mem(target), source, self._bytes, barrier, self._policy, copier)
     p.set(self._issued, self._issued + 1)
     p.set(self._issue_stage, self._after(self._issue_stage))
 
-  def _load(self, stage: Reg, pool: int, keys: int, hidden: Reg | None) -> tuple[list[Reg], Reg]:
+  def _load(self, stage: Reg, i: int, keys: int, hidden: Reg | None) -> tuple[list[Reg], Reg]:
     """A quarter of one of eight keys: four words of codes, and the two scales of them.
 
     Args:
+      i: of the pools in a stage.
       hidden: nobody sees the key.
     """
     p = self._p
-    codes, scales = pool * CODES + keys * _ROW, 2 * CODES + pool * SCALES + keys * _BLOCKS
+    codes = i * CODES + keys * _ROW
+    scales = len(self._pools) * CODES + i * SCALES + keys * _BLOCKS
     words = p.load("shared", Mem(stage + self._source, codes), 4)
     (both,) = p.load("shared", Mem(stage + self._scales, scales), size=2)
     if hidden is not None:
@@ -139,12 +151,13 @@ class Producer:
     """The stage has been read."""
     p = self._p
     p.sync_warp()
-    p.set(self._phase, self._phase ^ 1, when=self._stage.eq(self._wide.stages - 1))
+    p.set(self._phase, self._phase ^ 1, when=self._stage.eq(self._rings.stages - 1))
     p.set(self._stage, self._after(self._stage))
 
   def _after(self, stage: Reg) -> Reg:
-    return self._p.select(stage.eq(self._wide.stages - 1), 0, stage + 1)
+    return self._p.select(stage.eq(self._rings.stages - 1), 0, stage + 1)
 
 
-def make_barriers(p: Ptx, wide: Teams, smem: Reg, when: Reg) -> None:
-  copies.make_barriers(p, smem + wide.ring_barriers, WARPS * wide.stages, 1, when)
+def make_barriers(p: Ptx, rings: Rings, smem: Reg, when: Reg) -> None:
+  count = rings.producers * WARPS * rings.stages
+  copies.make_barriers(p, smem + rings.barriers(0), count, 1, when)
