@@ -17,13 +17,13 @@ from absl.testing import absltest, parameterized
 
 import nvfp4_pallas as nv
 from nvfp4_pallas import dispatch
-from nvfp4_pallas.kernels import short_attend, tail_layout, wide_layout
+from nvfp4_pallas.kernels import short_attend, tail_layout, whole_attend, wide_layout
 from nvfp4_pallas.kernels import tail_mosaic_sm90 as kernel
 from nvfp4_pallas.kernels.tail_mosaic_sm90 import TailConfig
 from nvfp4_pallas.ops import prefill as prefill_op
 from nvfp4_pallas.ops.request import attention_request
 from nvfp4_pallas.read_paths import AttentionSpec
-from tests import cases
+from tests import cases, dense_emulation
 from tests.base import TestCase
 from tests.cases import Built, Case
 from tests.decode_emulation import exact_of
@@ -105,6 +105,7 @@ def by_engine(engine: str, most_rows: int, parts: int = 1):
 class TailTest(TestCase):
   """By wgmma."""
 
+  cuts = True  # the keys of a query tile
   most_rows = tail_layout.MAX_ROWS
   emulate = staticmethod(by_engine("wgmma", most_rows))
 
@@ -114,7 +115,7 @@ class TailTest(TestCase):
 
   def check_built(self, built, spec, config: TailConfig | None = SMALL, out_dtype=None):
     out, lse = self.emulate(built, spec, config=config, out_dtype=out_dtype)
-    self.check_close(out, lse, built, spec, (config or self.chosen(built)).width)
+    self.check_close(out, lse, built, spec, self.width_of(built, config))
     return out, lse
 
   def check_close(self, out, lse, built, spec, width, rows: Any = True):
@@ -128,6 +129,10 @@ class TailTest(TestCase):
     lse_error = np.abs(lse[sees].astype(np.float64) - exact.lse[sees])
     self.assertTrue((out_error <= out_bound[sees]).all(), f"{out_error / out_bound[sees]}")
     self.assertTrue((lse_error <= lse_bound[sees]).all(), f"{lse_error / lse_bound[sees]}")
+
+  def width_of(self, built, config: TailConfig | None) -> int:
+    """Tokens that share a unit of q."""
+    return (config or self.chosen(built)).width
 
   def chosen(self, built) -> TailConfig:
     tokens, q_heads, _ = built.q.shape
@@ -199,6 +204,11 @@ class TailTest(TestCase):
   def test_a4q(self, q_levels, sm_scale):
     self.check(SHORT, read_path="nvfp4_a4q", q_levels=q_levels, sm_scale=sm_scale)
 
+  def test_a4q_of_many_rows(self):
+    """All warps have some."""
+    case = variant(SHORT, q_lens=(17, 30), kv_lens=(150, 33))
+    self.check(case, config_of(width=16), read_path="nvfp4_a4q", q_levels=2)
+
   @parameterized.product(tops=((1, 4, 16, 64, 448), (64, 1, 448), (448, 1, 2)), sign=(1, -1))
   def test_scores_that_rise(self, tops, sign):
     """By far more than the 2^9 that references leave, and to 10^4, positive and negative."""
@@ -262,7 +272,12 @@ class TailTest(TestCase):
     self.assertTrue(np.isnan(out[1, 2]).all() and np.isnan(lse[1, 2]))
     others = np.ones(lse.shape, bool)
     others[1, 2] = False
-    self.check_close(out, lse, built, spec_of(built), SMALL.width, others)
+    width = self.width_of(built, SMALL)
+    self.check_close(out, lse, built, spec_of(built), width, others)
+    # What is finite in the row must not count either.
+    large = dataclasses.replace(faulty, q=faulty.q.at[1, 2, 3].set(3e38))
+    out, lse = self.emulate(large, spec_of(built))
+    self.check_close(out, lse, built, spec_of(built), width, others)
 
   @parameterized.parameters((2.0**-64, False), (2.0**-64, True), (2.0**64, True))
   def test_rows_of_zeros(self, global_scale, all_rows):
@@ -375,15 +390,38 @@ class TailTest(TestCase):
     self.assertEqual(np.isnan(exact.lse).sum(), 2 * (6 + 2))
     expected = np.isnan(exact.out)
     self.assertEqual(expected.sum(), 2 * (8 * 128 + (4 + 3) * 16))
-    width = SMALL.width
-    expected[9 : 9 + width, 2:, 32:48] = True  # beside the tokens 2 and 3
-    expected[9 : 9 + width, :2, 80:96] = True
+    self.spread_faults(expected)
     out, lse = self.emulate(built, spec)
     np.testing.assert_array_equal(np.isnan(lse), np.isnan(exact.lse))
     np.testing.assert_array_equal(np.isnan(out), expected)
-    # Alone in a query tile there is no exception.
-    out, _ = self.emulate(built, spec, config=config_of(width=1))
-    np.testing.assert_array_equal(np.isnan(out), np.isnan(exact.out))
+    if self.cuts:  # alone in a query tile there is no exception
+      out, _ = self.emulate(built, spec, config=config_of(width=1))
+      np.testing.assert_array_equal(np.isnan(out), np.isnan(exact.out))
+
+  def spread_faults(self, expected):
+    """Beside the tokens 2 and 3 of the second sequence, in their query tile."""
+    expected[9 : 9 + SMALL.width, 2:, 32:48] = True
+    expected[9 : 9 + SMALL.width, :2, 80:96] = True
+
+  @parameterized.parameters(0x7F, 0x78)
+  def test_what_nobody_owns_does_not_matter(self, filling):
+    """Not even for rows past a query tile's last one, which no key is masked for."""
+    case = variant(SHORT, q_lens=(3, 1), kv_lens=(278, 70))
+    built = cases.build(case)
+    expected = self.emulate(built, spec_of(built))
+    pools = {}
+    for name in ("k", "v"):
+      pool = getattr(built.cache, name)
+      scales = np.array(pool.block_scale).view(np.uint8)
+      free = np.ones(scales.shape, bool)
+      for seq in range(2):
+        pages, offsets = slots_of(built, seq)
+        free[pages, :, offsets] = False
+      scales[free] = filling
+      data = np.where(free.any(-1)[..., None], np.uint8(0x77), np.asarray(pool.data))
+      scales = jnp.asarray(scales.view(ml_dtypes.float8_e4m3fn))
+      pools[name] = dataclasses.replace(pool, data=jnp.asarray(data), block_scale=scales)
+    self.check_equal_bits(self.emulate(with_pools(built, **pools), spec_of(built)), expected)
 
   @parameterized.parameters(2**30, -5)
   def test_wrong_page_numbers_do_not_fault(self, number):
@@ -409,6 +447,40 @@ class WideTest(TailTest):
   emulate = staticmethod(by_engine("teams", most_rows, wide_layout.TEAMS))
 
 
+class FusedTest(TailTest):
+  """The programs for whole query tiles, which cut nothing, on the same shapes. No workspace."""
+
+  cuts = False
+  read_path = "nvfp4_dequant"
+  most_rows = whole_attend.QUERY_ROWS
+
+  def emulate(self, built, spec, *, config=None, **options):
+    del config
+    if spec.read_path == "nvfp4_dequant":
+      spec = dataclasses.replace(spec, read_path=self.read_path)
+    return dense_emulation.emulate(built, spec, **options)
+
+  def width_of(self, built, config):
+    del config
+    return whole_attend.QUERY_ROWS // (built.q.shape[1] // built.cache.num_kv_heads)
+
+  def spread_faults(self, expected):
+    """Beside the tokens 2 and 3 of the second sequence, which is one query tile."""
+    expected[9:15, 2:, 32:48] = True
+    expected[9:15, :2, 80:96] = True
+
+
+class DenseTest(FusedTest):
+  """With one."""
+
+  read_path = "nvfp4_repack"
+
+  def spread_faults(self, expected):
+    """Also where no row sees the key, but its tile."""
+    super().spread_faults(expected)
+    expected[15:17, :2, :16] = True
+
+
 class DispatchTest(TestCase):
   @parameterized.parameters(
     ({}, "tail", "by the kernel for short queries"),
@@ -416,10 +488,14 @@ class DispatchTest(TestCase):
     ({"group": 64}, "tail", "by the kernel for short queries"),
     (
       {"num_tokens": 3 * prefill_op.MAX_TAIL + 1},
-      "attention",
-      "not the one for short queries: sequences have more than 128 new tokens on average",
+      "whole",
+      "whole query tiles: sequences have more than 128 new tokens on average",
     ),
-    ({"group": 65}, "attention", "up to 64 query heads a KV head, got 65"),
+    ({"num_tokens": 3 * 128, "num_kv_heads": 16}, "whole", "fill the GPU without cutting"),
+    ({"num_tokens": 3 * 16, "num_kv_heads": 999}, "tail", "by the kernel for short queries"),
+    ({"group": 65}, "whole", "up to 64 query heads a KV head, got 65"),
+    ({"group": 129}, "attention", "up to 128 query heads a KV head, got 129"),
+    ({"spec": AttentionSpec("nvfp4_repack", True, 1.0)}, "whole", "not nvfp4_repack"),
     ({"head_dim": 64}, "attention", "has head_dim 128, got head_dim 64"),
     ({"v_head_dim": 64}, "attention", "has head_dim 128, got v_head_dim 64"),
     ({"formats": ("nvfp4", "bf16")}, "attention", "K and V in nvfp4, got nvfp4 and bf16"),
@@ -449,6 +525,19 @@ class DispatchTest(TestCase):
       chosen, why = prefill_op.choose_kernel(request)
       self.assertIs(chosen, prefill_op._prefill_attention)
       self.assertRegex(why, "its PTX cannot be interpreted")
+
+  @parameterized.parameters(
+    ({"engine": "mma", "width": 5}, "up to 16 rows"),
+    ({"engine": "wgmma", "width": 13}, "up to 48 rows"),
+    ({"engine": "teams", "width": 17}, "up to 64 rows"),
+    ({"engine": "teams", "blocks": 5}, "multiple of 2, got .*blocks=5"),
+  )
+  def test_impossible_configurations(self, changes, message):
+    built = cases.build(SHORT)
+    with self.assertRaisesRegex(ValueError, message):
+      kernel.kernels(
+        built.q, built.cache, built.batch, spec_of(built), jnp.float32, config_of(**changes)
+      )
 
   @parameterized.product(dtype=(jnp.bfloat16, jnp.float16, jnp.float32), sinks=(False, True))
   def test_is_rounded_once(self, dtype, sinks):
@@ -493,6 +582,8 @@ class DispatchTest(TestCase):
     (96, 32, 7, 3, "wgmma", 264),
     (128, 1, 64, 1, "teams", 264),
     (3, 9, 4, 1, "mma", 396),
+    (33, 4, 4, 9, "teams", 264),
+    (40, 5, 4, 8, "wgmma", 264),  # the fewest that are not few
   )
   def test_query_tiles(self, tokens, num_seqs, group, width, engine, blocks):
     """As wide as sequences are on average, 64 rows at most, and by what is fastest at that."""
@@ -500,6 +591,7 @@ class DispatchTest(TestCase):
     self.assertEqual((config.width, config.engine, config.blocks), (width, engine, blocks))
     self.assertIn(f"query tiles of {width} tokens", why)
     self.assertIn(f"by {engine}: ", why)
+    self.assertEqual(config.join_warps, 4 if tokens * 8 * group < 2112 else 1)
 
 
 if __name__ == "__main__":

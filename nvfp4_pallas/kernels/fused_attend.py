@@ -17,6 +17,7 @@ PRODUCERS = 2  # of K and of V
 WARPGROUPS = CONSUMERS + PRODUCERS
 # Registers of a thread: 512 for one of each warpgroup, as 512 threads have 65536.
 REGISTERS = {"attend": 176, "widen": 80}
+assert CONSUMERS * REGISTERS["attend"] + PRODUCERS * REGISTERS["widen"] <= 512
 
 POINTERS_IN = (
   "q", "table", "kv_lens", "cu_q_lens", "k_global", "v_global", "k", "k_scale", "v", "v_scale",

@@ -72,8 +72,8 @@ def attention(
   if widen is not None:
     arrays |= widen.launch(arrays)
   # Blocks take items by a counter, which begins at 0.
-  arrays["counter"] = jax.new_ref(arrays.get("counter", jnp.zeros((1,), jnp.int32)))
-  made = attend.launch(arrays)
+  counter = jax.new_ref(arrays.get("counter", jnp.zeros((1,), jnp.int32)))
+  made = attend.launch(arrays | {"counter": counter})
   return made["out"], made["lse"]
 
 
@@ -139,6 +139,16 @@ def kernels(
     makes=makes,
   )
   return widen, attend
+
+
+def fills_gpu(request: Any) -> bool:
+  """Whether nearly every multiprocessor gets a query tile that is more than half full."""
+  tokens = request.num_tokens / max(request.num_seqs, 1)
+  width = QUERY_ROWS // max(request.group, 1)
+  if width == 0 or 2 * tokens <= width:
+    return False
+  items = request.num_seqs * request.num_kv_heads * tokens / width
+  return items >= 0.9 * MULTIPROCESSORS
 
 
 def unsupported(request: Any) -> str | None:

@@ -162,7 +162,7 @@ class Ptx:
       teams: of a block, each of which is a block to all that follows. ptxas gives a thread of a
         block of n warpgroups 512 / n registers; this is how it learns that several are to share a
         multiprocessor.
-      roles: warpgroups of a team.
+      roles: warpgroups of a team: first those of role 0 of all teams, then those of role 1, ...
       smem_bytes: that each of several teams has.
     """
     self._begin()

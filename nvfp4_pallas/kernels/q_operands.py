@@ -140,6 +140,8 @@ def load_tile(
   largest = p.u32(0)
   for _, _, of_row, _ in loaded:
     of_item = largest_of(p, of_row)
+    for step in (1, 2):  # over the lanes that have the row
+      of_item = p.maximum(of_item, p.shuffle_xor(of_item, step))
     # A row that is not finite must not set the unit of the others.
     p.set(largest, p.maximum(largest, p.select(of_item < 0x7F800000, of_item, 0)))
   inverse, unit = unit_for(p, largest_of_warps(p.max_lanes(largest)), Q_EXPONENT)

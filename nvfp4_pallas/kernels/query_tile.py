@@ -41,8 +41,11 @@ class QueryTile:
   # What rows see: the keys up to their own, or all, and of those a window.
 
   def unseen_by(self, row: Reg) -> Callable[[Reg], Reg]:
-    """Which keys a row does not see."""
-    position = self.position + row // self._group
+    """Which keys a row does not see; past the last row, what the last one does not.
+
+    So that no row has scores of keys that hold anything.
+    """
+    position = self.position + self.row_or_last(row) // self._group
     newest = position if self._causal else self.kv_len - 1
     if self._window is None:
       return lambda key: key.above(newest)

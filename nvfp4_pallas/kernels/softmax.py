@@ -1,8 +1,9 @@
 """What programs do with scores on their way to weights. PTX.
 
-Exponents of a row are taken against a reference r, P = exp2(c S + r), that the first keys it sees
-set such that their largest P is 2^FIRST_P, and that stays until P would leave float16. Then a new
-one leaves the tile's largest at 2^LATER_P at most, so that this is rarely needed twice.
+Exponents of a row are taken against a reference r, P = exp2(c S + r), that the first tile of a
+segment sets such that its largest P is 2^FIRST_P, and that stays until P would leave float16, or
+the row sees its first key. Then a new one leaves the tile's largest at 2^LATER_P at most, so that
+this is rarely needed twice.
 """
 
 from __future__ import annotations

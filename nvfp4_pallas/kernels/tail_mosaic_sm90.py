@@ -8,6 +8,9 @@ together. PTX in Pallas kernels. There are three main programs, by the rows of a
     wgmma   up to 48   `tail_attend` (tail_attend.py): a warpgroup, K and V from registers
     teams   up to 64   `wide_attend` (wide_attend.py): one warpgroup widens, one attends
 
+`choose_config` takes the first that has room, but teams for 48 rows, and for more than 16 where
+there are few sequences.
+
 Limits of `tail_attend` and `wide_attend`, which the definition does not have:
 - Scores must be below 9e7 = 2^27 ln 2 in magnitude: the exponents' references are float32, and past
   that their rounding is more than what they leave above P. Beyond, a row may come out as NaN or 0.
@@ -59,6 +62,11 @@ from nvfp4_pallas.read_paths import AttentionSpec
 READ_PATHS = ("nvfp4_dequant", "nvfp4_a4q")
 SHORT_TILE = 32  # keys
 MAX_ROWS = wide_layout.ROWS
+MOST_ROWS = {
+  "mma": short_attend.MAX_COLUMNS,
+  "wgmma": tail_layout.MAX_ROWS,
+  "teams": wide_layout.ROWS,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +88,7 @@ class TailConfig:
   join_warps: int
 
 
-def choose_config(
-  tokens: int, num_seqs: int, kv_heads: int, group: int, q_operands: int = 1
-) -> tuple[TailConfig, str]:
+def choose_config(tokens: int, num_seqs: int, kv_heads: int, group: int) -> tuple[TailConfig, str]:
   """The configuration for a shape, and why."""
   average = -(-tokens // max(num_seqs, 1))
   width = max(1, min(MAX_ROWS // group, average))
@@ -91,14 +97,16 @@ def choose_config(
   few = 4 * num_seqs * kv_heads <= MULTIPROCESSORS
   if rows <= short_attend.MAX_COLUMNS:
     engine, because = "mma", "its warps wait for nobody"
-  elif rows < tail_layout.MAX_ROWS and not few:
+  elif few:
+    engine, because = "teams", "with few sequences it is done soonest"
+  elif rows < tail_layout.MAX_ROWS:
     engine, because = "wgmma", "a value of the cache is widened once, in registers"
   else:
     engine, because = "teams", "a value of the cache is widened once, while others multiply"
   blocks = 2 * MULTIPROCESSORS
   if engine == "mma" and not few:
     blocks = 3 * MULTIPROCESSORS  # as many have room
-  stages = {"mma": 6, "wgmma": 6 if q_operands == 1 else 5, "teams": 3}
+  stages = {"mma": 6, "wgmma": 6, "teams": 3}
   config = TailConfig(
     engine=engine,
     width=width,
@@ -146,8 +154,7 @@ def kernels(
   num_seqs, kv_heads = batch.num_seqs, cache.num_kv_heads
   group = num_q_heads // kv_heads
   if config is None:
-    operands = spec.q_levels if spec.read_path == "nvfp4_a4q" else 1
-    config, _ = choose_config(tokens, num_seqs, kv_heads, group, operands)
+    config, _ = choose_config(tokens, num_seqs, kv_heads, group)
   common = {
     "group": group,
     "width": config.width,
@@ -170,7 +177,12 @@ def kernels(
     unit=WARPS if config.engine == "mma" else 1,
     batch_invariant=False,
   )
+  most = MOST_ROWS[config.engine]
+  if config.width * group > most:
+    raise ValueError(f"a query tile by {config.engine} has up to {most} rows, got {config}")
   program = _PROGRAMS[config.engine](cut, config.stages, common)
+  if config.blocks % program.teams:
+    raise ValueError(f"blocks must be a multiple of {program.teams}, got {config}")
   slots, tile_rows = cut.slots(batch.max_pages * cache.page_size), program.tile_rows
   attend = Kernel(
     name=program.name,

@@ -62,7 +62,6 @@ class Block:
       with p.loop() as items:
         work.find(feed.next(), items)
         consumer.segment(work)
-        p.sync(THREADS)  # q of this one has been read
       self._clear_padding()
 
   def _clear_padding(self) -> None:

@@ -18,6 +18,7 @@ from nvfp4_pallas.kernels.wide_producer import Producer
 
 # Registers of a thread: 256 for one of each role, as 512 threads have 65536.
 REGISTERS = {"attend": 176, "widen": 80}
+assert TEAMS * sum(REGISTERS.values()) <= 512
 
 POINTERS_IN = ("q", "table", "kv_lens", "cu_q_lens", "k_global", "v_global")
 POOL_POINTERS = ("k", "k_scale", "v", "v_scale")
@@ -61,6 +62,5 @@ def attend(wide: Teams, cut: Cut) -> Ptx:
         consumer.segment(work)
         work.end_segment()
         segments.leave_if(work.at_end)
-        p.sync(THREADS)  # q of this one has been read
         work.next_pair()
   return p

@@ -145,6 +145,7 @@ class Consumer:
     self.scale = factor_of_scores(p, self.work.head, wide.sm_scale, unit * self.codes.unit)
 
   def _largest_of_warps(self, of_warp: Reg) -> Reg:
+    """Once all warps are here, and so past the last segment's q."""
     p = self.p
     p.store("shared", Mem(self.reduction + self.warp * 4), [of_warp], when=self.first_lane)
     p.sync(THREADS)
@@ -238,9 +239,7 @@ class Consumer:
       for x in (self.sums[half], *of_row):
         p.set(x, x * shrink)
       p.set(reference, new)
-      # Until a row has seen a key, any is too much.
-      limit = (p.f32(MOST_P) - new) * p.reciprocal(factor)
-      p.set(self.limits[half], p.select(new.eq(NO_REFERENCE), NEG_INF, limit))
+      p.set(self.limits[half], (p.f32(MOST_P) - new) * p.reciprocal(factor))
 
   def _make_weights(self) -> None:
     """P of the tile, and its sums. Waits for O of the tile before, which reads the last P."""

@@ -6,9 +6,13 @@ A warp has a ring of its own in shared memory, into which bulk copies bring its 
 out of their words, (0, 4), (1, 5), (2, 6), (3, 7) of each eight.
 
 A lane takes a quarter c of a key's columns, 16 bytes of codes, and stores 16 bytes for each of its
-four words. Eight lanes, which store at once, have two quarters of four keys, and so meet all banks:
+four words. Eight lanes, which load or store at once, have two keys: an even one and an odd one, of
+which the upper two quarters are of keys two on, or back. So loads and stores both meet all banks:
 
-    16-byte piece j of the four    ((c & 1) 4 + j) ^ (key & 7) in its row
+    lane           0    1    2    3    4    5    6    7
+    key, quarter   0 0  0 1  2 2  2 3  1 0  1 1  3 2  3 3
+    loads at       0    16   160  176  64   80   224  240    key 64 + c 16, of 128 bytes of banks
+    stores to      0    4    2    6    1    5    3    7      ((c & 1) 4 + j) ^ (key & 7), j = 0 here
 """
 
 from __future__ import annotations
@@ -68,7 +72,8 @@ class Producer:
       place += nbytes
     self._slots = [Slots(p, wide, smem, pool) for pool in pools]
     self._stage, self._phase, self._issue_stage = p.u32(0), p.u32(0), p.u32(0)
-    self._key, c = ((lane >> 1) & 3) | ((lane >> 2) & 4), (lane & 1) | ((lane >> 2) & 2)
+    c = lane & 3
+    self._key = ((lane >> 2) & 1) | ((((lane >> 2) ^ lane) & 2) | ((lane >> 2) & 4))
     self._source = self._key * _ROW + c * 16
     self._scales = self._key * _BLOCKS + c * 2
     # Of the lane's first key; that of its second is 8 keys, 1024 bytes, on.

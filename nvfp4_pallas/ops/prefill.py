@@ -19,8 +19,7 @@ from nvfp4_pallas.ops.request import AttentionRequest, attention_request, attent
 from nvfp4_pallas.read_paths import round_q
 
 ROWS_PER_TILE = 32
-# New tokens of a sequence, on average, up to which the kernel for short queries runs. Its rate at 8
-# and 16 says that it is faster there; between 16 and 128 that is not measured.
+# New tokens of a sequence, on average, up to which the kernel for short queries may run.
 MAX_TAIL = 128
 
 
@@ -110,19 +109,26 @@ def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
   """Which of mosaic_sm90's kernels runs what one of them can, and why.
 
   tail_mosaic_sm90.py cuts the keys of few queries over the whole GPU: PTX.
+  prefill_mosaic_sm90.py gives blocks whole query tiles: PTX.
   attention_mosaic_sm90.py, plain Pallas, takes every other shape, and can be interpreted.
   """
+  from nvfp4_pallas.kernels import prefill_mosaic_sm90 as whole
   from nvfp4_pallas.kernels import tail_mosaic_sm90 as tail
 
-  why_not = tail.unsupported(request)
-  if why_not is None and request.num_tokens > MAX_TAIL * request.num_seqs:
-    why_not = f"sequences have more than {MAX_TAIL} new tokens on average"
+  not_tail = tail.unsupported(request)
+  if not_tail is None and request.num_tokens > MAX_TAIL * request.num_seqs:
+    not_tail = f"sequences have more than {MAX_TAIL} new tokens on average"
+  if not_tail is None and whole.fills_gpu(request):
+    not_tail = "query tiles fill the GPU without cutting their keys"
+  not_whole = whole.unsupported(request)
   if current_target().interpret is not None:
-    why_not = "its PTX cannot be interpreted"
-  if why_not is None:
+    not_tail = not_whole = "its PTX cannot be interpreted"
+  if not_tail is None:
     shape = request.num_tokens, request.num_seqs, request.num_kv_heads, request.group
     return _prefill_tail, f"by the kernel for short queries, {tail.choose_config(*shape)[1]}"
-  return _prefill_attention, f"by the plain kernel, not the one for short queries: {why_not}"
+  if not_whole is None:
+    return _prefill_whole, f"by the kernel for whole query tiles: {not_tail}"
+  return _prefill_attention, f"by the plain kernel, not the one for whole query tiles: {not_whole}"
 
 
 def _prefill_xla(q, cache, batch, spec, new_kv, sinks):
@@ -214,16 +220,26 @@ def _prefill_attention(q, cache, batch, spec, new_kv, sinks):
 def _prefill_tail(q, cache, batch, spec, new_kv, sinks):
   from nvfp4_pallas.kernels import tail_mosaic_sm90 as kernel
 
+  return _with_sinks(kernel.attention, q, cache, batch, spec, sinks)
+
+
+def _prefill_whole(q, cache, batch, spec, new_kv, sinks):
+  from nvfp4_pallas.kernels import prefill_mosaic_sm90 as kernel
+
+  return _with_sinks(kernel.attention, q, cache, batch, spec, sinks)
+
+
+def _with_sinks(run, q, cache, batch, spec, sinks):
   # With sinks, what the kernel rounds is not the result yet.
-  out_dtype = q.dtype if sinks is None else jnp.float32
-  state = kernel.attention(q, cache, batch, spec, out_dtype=out_dtype)
+  state = run(q, cache, batch, spec, out_dtype=q.dtype if sinks is None else jnp.float32)
   return attention.add_sinks(state, sinks)
 
 
 def _mosaic_sm90_unsupported(request: AttentionRequest) -> str | None:
   from nvfp4_pallas.kernels import attention_mosaic_sm90 as kernel
 
-  return None if choose_kernel(request)[0] is _prefill_tail else kernel.unsupported(request)
+  is_plain = choose_kernel(request)[0] is _prefill_attention
+  return kernel.unsupported(request) if is_plain else None
 
 
 _PREFILL = {
