@@ -318,9 +318,12 @@ CASES = (
   # 384 threads have 168 registers each, 512 have 128.
   Case("dense/8k", lambda: whole(abstract_cache(), "nvfp4_repack"), 168, max_instructions=3500),
   Case("dense/masks", lambda: masked_whole("nvfp4_repack"), 168),
+  Case("dense/not_causal", lambda: whole(abstract_cache(), "nvfp4_repack", causal=False), 168),
   Case("dense/page_16", lambda: whole(abstract_cache(page_size=16), "nvfp4_repack"), 168),
   Case("fused/8k", lambda: whole(abstract_cache(), "nvfp4_dequant"), 128, max_instructions=3500),
   Case("fused/masks", lambda: masked_whole("nvfp4_dequant"), 128),
+  Case("fused/not_causal", lambda: whole(abstract_cache(), "nvfp4_dequant", causal=False), 128),
+  Case("fused/group_7", lambda: whole(abstract_cache(), "nvfp4_dequant", group=7, seqs=9), 128),
   Case("fused/a4q", lambda: whole(abstract_cache(), "nvfp4_a4q", q_levels=2), 128),
   Case("fused/page_16", lambda: whole(abstract_cache(page_size=16), "nvfp4_dequant"), 128),
   Case("attention/decode", lambda: split_kv(abstract_cache(), "nvfp4_dequant"), 255),

@@ -15,7 +15,7 @@ import numpy as np
 import nvfp4_pallas as nv
 from benchmarks import oracle, small
 from nvfp4_pallas import format as nvfp4
-from nvfp4_pallas.kernels import tail_mosaic_sm90
+from nvfp4_pallas.kernels import prefill_mosaic_sm90, tail_mosaic_sm90
 from nvfp4_pallas.kernels.tail_mosaic_sm90 import TailConfig
 from nvfp4_pallas.read_paths import READ_PATHS, AttentionSpec, round_q
 
@@ -194,6 +194,36 @@ def check_tails() -> str:
   )
 
 
+def check_whole_tiles() -> str:
+  """The programs for whole query tiles, with padding rows, against float64."""
+  lens, q_lens = (700, 0, 1, 333), (300, 0, 1, 100)
+  _, cache, decode = ragged_decode(lens, "nvfp4", "nvfp4")
+  starts = np.cumsum([0, *q_lens])
+  shape = starts[-1] + 3, 8, cache.k.head_dim
+  q = jnp.asarray(np.random.default_rng(4).standard_normal(shape), jnp.bfloat16)
+  batch = nv.RaggedBatch(decode.page_table, decode.kv_lens, jnp.asarray(starts, jnp.int32))
+  worst = 0.0
+  for path in ("nvfp4_repack", "nvfp4_dequant", "nvfp4_a4q"):
+    numerics = {"read_path": path, "causal": True, "sm_scale": 0.1}
+    spec = AttentionSpec(**numerics)
+    exact = oracle.attention(q, cache, batch.page_table, batch.kv_lens, batch.cu_q_lens, **numerics)
+    run = jax.jit(functools.partial(prefill_mosaic_sm90.attention, spec=spec))
+    first = run(q, cache, batch)
+    if count_different(run(q, cache, batch), first):
+      raise AssertionError(f"{path}: the same inputs gave other bits")
+    out, lse = (np.asarray(a).astype(np.float64) for a in first)
+    sees = np.isfinite(exact.lse)
+    if out[~sees].any() or not np.isneginf(lse[~sees]).all():
+      raise AssertionError(f"{path}: a row that sees nothing is not 0 with lse -inf")
+    size = np.linalg.norm(exact.out[sees], axis=-1)
+    error = np.linalg.norm((out - exact.out)[sees], axis=-1) / size
+    # The contract: 5e-3 for the mean, twice that for any row.
+    if not (error.mean() <= 5e-3 and error.max() <= 1e-2):
+      raise AssertionError(f"{path}: errors {error.max()}")
+    worst = max(worst, error.max())
+  return f"check whole query tiles: 3 read paths, worst row {worst:.1e}"
+
+
 def check_decode_bits(q, cache, batch) -> None:
   """100 times the same, and with batch_invariant each sequence alone as in the batch."""
   plain = functools.partial(nv.decode, read_path="nvfp4_dequant", implementation="mosaic_sm90")
@@ -289,6 +319,7 @@ CHECKS = (
   *(functools.partial(check_attention, i) for i in small.small_shapes() + small.real_layers()),
   check_decode,
   check_tails,
+  check_whole_tiles,
   check_repeats,
   check_large_cache,
 )

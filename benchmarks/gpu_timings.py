@@ -18,6 +18,7 @@ import nvfp4_pallas as nv
 from benchmarks.records import Row, q_quantisation
 from benchmarks.small import Variant
 from benchmarks.trace import KernelTimes, kernel_times
+from nvfp4_pallas.kernels import prefill_mosaic_sm90
 from nvfp4_pallas.ops.decode import resolve_decode
 from nvfp4_pallas.ops.prefill import resolve_prefill
 from nvfp4_pallas.ops.request import attention_request, attention_spec
@@ -31,6 +32,8 @@ ANY_SCALE = 0.0123  # a global scale that is no power of two
 CALLS = 12
 
 NVFP4 = Variant("nvfp4_dequant", "nvfp4", "nvfp4")
+REPACK = Variant("nvfp4_repack", "nvfp4", "nvfp4")
+A4Q = Variant("nvfp4_a4q", "nvfp4", "nvfp4", 2)
 WIDE = Variant("fp8", "fp8", "fp8"), Variant("bf16", "bf16", "bf16")
 # (batch, q_len, kv_len)
 DECODE = (
@@ -42,6 +45,9 @@ DECODE = (
   (64, 1, 32768),
 )
 TAILS = (16, 16, 16384), (16, 8, 16384), (1, 16, 16384), (16, 4, 16384), (1, 4, 16384)
+CHUNK = (4, 128, 2048)
+PREFILL = (1, 8192, 8192)
+MORE_PREFILLS = (1, 32768, 32768), (4, 2048, 2048)
 APPEND_TOKENS = (64, 8192, 1, 512)
 
 
@@ -210,8 +216,15 @@ def attention_times(
     bytes=nbytes,
     bytes_per_token=cache.bytes_per_token,
     floor_us=attention_floor(shape, nbytes, copy_rate),
+    workspace_bytes=workspace(variant.read_path, batch, kv_len),
     reason=resolved.reason,
   )
+
+
+def workspace(read_path: str, batch: int, kv_len: int) -> int | None:
+  if read_path != "nvfp4_repack":
+    return None
+  return prefill_mosaic_sm90.workspace_bytes(batch, HEADS, kv_len)
 
 
 def attention_floor(shape: tuple[int, int, int], nbytes: int, copy_rate: float) -> float:
@@ -273,8 +286,18 @@ GROUPS = {
     *(_case(attention_times, "tail", NVFP4, TAILS[0], page_size=size) for size in (16, 32, 128)),
   ),
   "prefill": (
-    *(_case(attention_times, "chunk", v, (4, 128, 2048)) for v in (NVFP4, *WIDE)),
-    *(_case(attention_times, "prefill", v, (1, 8192, 8192)) for v in (NVFP4, *WIDE)),
-    _case(cudnn_times, (1, 8192, 8192)),
+    *(_case(attention_times, "prefill", v, PREFILL) for v in (REPACK, NVFP4, A4Q)),
+    _case(cudnn_times, PREFILL),
+    *(_case(attention_times, "chunk", v, CHUNK) for v in (REPACK, NVFP4, A4Q)),
+    *(
+      case
+      for shape in MORE_PREFILLS
+      for case in (
+        *(_case(attention_times, "prefill", v, shape) for v in (REPACK, NVFP4)),
+        _case(cudnn_times, shape),
+      )
+    ),
+    *(_case(attention_times, "chunk", v, CHUNK) for v in WIDE),
+    *(_case(attention_times, "prefill", v, PREFILL) for v in WIDE),
   ),
 }

@@ -32,6 +32,7 @@ class Row:
       their rate, whichever is longer.
     floor_fraction: floor_us / us_median, which is 1 at the floor.
     batch_invariant: of decode, whether it was asked for.
+    workspace_bytes: of device memory, that a call takes beside its results.
     timer: `trace` is device time of all kernels of a call; `wall` is host time around it.
     kernel_error: mean over rows of relative L2 against float64 on the same decoded bytes.
     format_error: the same against wide inputs.
@@ -68,6 +69,7 @@ class Row:
   us_count: int | None = None
   timer: str | None = None
   bytes_per_token: float | None = None
+  workspace_bytes: int | None = None
   kernel_error: float | None = None
   format_error: float | None = None
   snr_db: dict[str, float] | None = None

@@ -41,8 +41,8 @@ class TimingsTest(TestCase):
     self.assertEqual(row.floor_us, max(row.bytes / RATE, self.flops(*shape) / 800e12) * 1e6)
     bytes_per_token = {"nvfp4": 2 * 8 * 72, "fp8": 2 * 8 * 128, "bf16": 2 * 8 * 256}[formats[0]]
     self.assertEqual(row.bytes, 2 * 256 * bytes_per_token + 2 * (2 * q_len * 32 * 128 * 2))
-    kernel = "split-KV" if q_len == 1 else "for short queries"
-    if formats[0] != "nvfp4" and q_len > 1 or q_len > 128:
+    kernel = {1: "split-KV", 3: "for short queries", 200: "for whole query tiles"}[q_len]
+    if formats[0] != "nvfp4" and q_len > 1:
       kernel = "by the plain kernel"
     self.assertIn(kernel, row.reason or "")
     self.assertEqual(row.batch_invariant, False if q_len == 1 else None)

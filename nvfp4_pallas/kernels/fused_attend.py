@@ -16,7 +16,7 @@ from nvfp4_pallas.kernels.wide_producer import Producer
 PRODUCERS = 2  # of K and of V
 WARPGROUPS = CONSUMERS + PRODUCERS
 # Registers of a thread: 512 for one of each warpgroup, as 512 threads have 65536.
-REGISTERS = {"attend": 176, "widen": 80}
+REGISTERS = {"attend": 184, "widen": 72}
 assert CONSUMERS * REGISTERS["attend"] + PRODUCERS * REGISTERS["widen"] <= 512
 
 POINTERS_IN = (

@@ -87,10 +87,14 @@ def kernels(
     "num_pages": cache.num_pages,
     "max_pages": batch.max_pages,
   }
+  operands = spec.q_levels if spec.read_path == "nvfp4_a4q" else 1
+  # Windows and caps leave no registers for q.
+  plain = spec.window is None and spec.soft_cap is None
   whole: dict[str, Any] = {
     "group": group,
     "width": QUERY_ROWS // group,
-    "q_operands": spec.q_levels if spec.read_path == "nvfp4_a4q" else 1,
+    "q_operands": operands,
+    "q_in_registers": plain and operands == 1,
     "causal": spec.causal,
     "sm_scale": spec.sm_scale,
     "window": spec.window,

@@ -253,6 +253,7 @@ def _by_teams(cut: Cut, stages: int, common: dict[str, Any]) -> _Program:
     slots=(2, 3 - common["q_operands"]),
     consumers=1,
     producers=WARPS,
+    q_in_registers=common["q_operands"] == 1,
     stages=stages,
     **common,
   )

@@ -87,7 +87,7 @@ class Consumer:
     self.weights = p.registers("r", self.wide.tile // 4)  # P, pairs of keys
     p.emit("fence.proxy.async.shared::cta")
     p.sync(THREADS)
-    self.q = self._load_fragments() if wide.q_operands == 1 else None
+    self.q = self._load_fragments() if wide.q_in_registers else None
 
     key = p.u32(work.first_tile * self.wide.tile)
     end = key + work.count * self.wide.tile

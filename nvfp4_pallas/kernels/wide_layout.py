@@ -33,6 +33,7 @@ class Wide:
     slots: of wide tiles, (of K, of V).
     consumers: warpgroups that attend.
     producers: arrivals that make a slot full.
+    q_in_registers: of one operand of q, 32; they spare shared memory a third of products' reads.
   """
 
   group: int
@@ -47,6 +48,7 @@ class Wide:
   slots: tuple[int, int]
   consumers: int
   producers: int
+  q_in_registers: bool
 
   @property
   def part(self) -> int:
