@@ -40,27 +40,22 @@ def attend(wide: Teams, cut: Cut) -> Ptx:
   wide_slots.make_barriers(p, wide, smem, maker)
   p.emit("bar.sync", TEAMS * ROLES, TEAMS * ROLES * THREADS)
 
-  def walk(scope: Scope) -> QueryWalk:
-    return QueryWalk(p, cut, lane, scope, width=wide.width, group=wide.group, causal=wide.causal)
+  def take_segments(worker: Producer | Consumer, scope: Scope) -> None:
+    options = {"width": wide.width, "group": wide.group, "causal": wide.causal}
+    work = QueryWalk(p, cut, lane, scope, **options)
+    with p.loop() as segments:
+      work.start_segment()
+      worker.segment(work)
+      work.end_segment()
+      segments.leave_if(work.at_end)
+      work.next_pair()
 
   with p.when(p.role.eq(1)):
     p.emit("setmaxnreg.dec.sync.aligned.u32", REGISTERS["widen"])
     with p.scope() as scope:
-      producer, work = Producer(p, wide, cut.kv_heads, smem, warp, lane), walk(scope)
-      with p.loop() as segments:
-        work.start_segment()
-        producer.segment(work)
-        work.end_segment()
-        segments.leave_if(work.at_end)
-        work.next_pair()
+      take_segments(Producer(p, wide, cut.kv_heads, smem, warp, lane), scope)
   with p.when(p.role.eq(0)):
     p.emit("setmaxnreg.inc.sync.aligned.u32", REGISTERS["attend"])
     with p.scope() as scope:
-      consumer, work = Consumer(p, wide, smem, warp, lane), walk(scope)
-      with p.loop() as segments:
-        work.start_segment()
-        consumer.segment(work)
-        work.end_segment()
-        segments.leave_if(work.at_end)
-        work.next_pair()
+      take_segments(Consumer(p, wide, smem, warp, lane), scope)
   return p

@@ -131,8 +131,8 @@ class Rings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Teams(Wide):
-  """A block of TEAMS, each of a warpgroup that attends and one that widens.
+class Paged:
+  """What those know that widen pages.
 
   Attributes:
     page_size, num_pages, max_pages: of the pools and of the page table's rows.
@@ -143,6 +143,11 @@ class Teams(Wide):
   num_pages: int
   max_pages: int
   stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Teams(Paged, Wide):
+  """A block of TEAMS, each of a warpgroup that attends and one that widens."""
 
   @property
   def rings(self) -> Rings:
@@ -201,18 +206,8 @@ class Dense(Whole):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fused(Whole):
-  """A block of warpgroups that attend, one that widens K and one that widens V.
-
-  Attributes:
-    page_size, num_pages, max_pages: of the pools and of the page table's rows.
-    stages: of a warp's ring.
-  """
-
-  page_size: int
-  num_pages: int
-  max_pages: int
-  stages: int
+class Fused(Paged, Whole):
+  """A block of warpgroups that attend, one that widens K and one that widens V."""
 
   @property
   def rings(self) -> Rings:
