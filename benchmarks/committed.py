@@ -7,6 +7,7 @@ marked. Ratios compare with rows of the same shape and the same run.
 from __future__ import annotations
 
 import argparse
+import math
 import pathlib
 
 from benchmarks.records import ROOT, kernel_hash, read
@@ -64,7 +65,7 @@ def _line(row: dict, rows: list[dict]) -> str:
   of = {name: _ratio(row, rows, **same) for name, same in _PEERS.items()}
   return (
     f"{row['phase']:8}{shape:>15}{row['page_size']:>6}  {row['k_format']:7}"
-    f"{row['read_path'] or '-':15}{who:12}{row['us_median']:>9.1f}"
+    f"{row['read_path'] or '-':15}{who:12}{row['us_median'] or math.nan:>9.1f}"
     f"{'' if share is None else f'{100 * share:.0f} %':>9}{of['fp8']:>7}{of['cudnn']:>8}"
     f"{data}{'  STALE' if is_stale(row) else ''}"
   ).rstrip()
@@ -87,6 +88,8 @@ def _ratio(row: dict, rows: list[dict], **peer) -> str:
       and all(other[name] == value for name, value in peer.items())
       and other["phase"] in phases
       and row["k_format"] == "nvfp4"
+      and row["us_median"]
+      and other["us_median"]
     ):
       return f"{row['us_median'] / other['us_median']:.2f}"
   return ""

@@ -46,6 +46,11 @@ class CompileTest(TestCase):
       # What the program has: S at the start, of the next tile and again, of each operand; O.
       operands = 2 if case.name == "tail/a4q" else 1
       self.assertEqual(report.ops["HGMMA"], 3 * 8 * operands + 8)
+    if kernel in ("wide", "fused", "dense"):
+      self.assertEqual(report.hlo.count("custom-call("), 1 if kernel == "fused" else 2)
+      # Of the first tile and of the next: S, of each operand; O, and O of the last one.
+      operands, keys = (2 if case.name.endswith("a4q") else 1), (128 if kernel == "dense" else 64)
+      self.assertEqual(report.ops["HGMMA"], 2 * 8 * operands + 2 * keys // 16)
     if case.donate:
       self.check_in_place(report.hlo, by_kernel=kernel != "definition")
 

@@ -919,7 +919,7 @@ class WgmmaTest(TestCase):
     ("no barrier", "race"),
     ("no fence", "changed since the last wgmma.fence"),
     ("A changes", "registers of A changed"),
-    ("B changes", "race|B changed"),
+    ("B changes", "race|an operand changed"),
     ("accumulators change", "accumulators changed"),
     ("one warp less", "waits for the wgmma of instruction .*3 of 4 warps"),
     ("one group", "wgmma in flight"),
@@ -928,6 +928,57 @@ class WgmmaTest(TestCase):
     memory, _ = self.memory(16)
     with self.assertRaisesRegex(PtxError, message):
       run(self.program(16, change), memory, smem_bytes=2048)
+
+
+class SharedWgmmaTest(TestCase):
+  """Both operands in shared memory, and the right one with rows that are k."""
+
+  COLUMNS, STEPS = 128, 2
+
+  def multiply(self, change=None, **signs):
+    """y = a b; a [64, 32] as rows of 64, b [32, 128] as two parts of 64 columns."""
+    r = np.random.default_rng(0)
+    a, b = r.integers(-4, 5, (64, 64)), r.integers(-4, 5, (16 * self.STEPS, self.COLUMNS))
+    image = np.concatenate([swizzled(x, "f16").ravel() for x in (a, b[:, :64], b[:, 64:])])
+    p = Ptx(("x", "y"))
+    for start in range(0, image.nbytes // 16, THREADS):
+      at = p.thread + start
+      chunk = p.load("global", Mem(p.address(p.pointer("x"), at, 16)), 4)
+      p.store("shared", Mem(p.smem + at * 16), chunk)
+    p.sync(THREADS)
+    acc = [p.f32(0.0) for _ in range(self.COLUMNS // 2)]
+    true = p.program.eq(0)
+    p.emit("wgmma.fence.sync.aligned")
+    for i in range(self.STEPS):
+      left = descriptor(p, p.smem + 32 * i)
+      part = b[:, :64].size * 2
+      low = (((p.smem + (a.size * 2 + i * 16 * 128)) & 0x3FFFF) >> 4) | (part >> 4) << 16
+      right = p.new("d", "mov.b64", [low, 1 << 30 | 64])
+      name = f"wgmma.mma_async.sync.aligned.m64n{self.COLUMNS}k16.f32.f16.f16"
+      p.emit(name, acc, left, right, true, signs.get("a", 1), signs.get("b", 1), 0, 1)
+    p.emit("wgmma.commit_group.sync.aligned")
+    if change is not None:
+      p.store("shared", Mem(p.smem + p.thread * 16, change), [0x3C003C00])
+    p.emit("wgmma.wait_group.sync.aligned", 0)
+    for i in range(0, len(acc), 4):
+      at = Mem(p.address(p.pointer("y"), p.thread, 4 * len(acc)), 4 * i)
+      p.store("global", at, acc[i : i + 4])
+    memory = Memory({"x": image}, {"y": of_type((THREADS, len(acc)), np.float32)})
+    run(p, memory, smem_bytes=image.nbytes)
+    return memory.array("y").reshape(4, 32, -1), a[:, : 16 * self.STEPS] @ b
+
+  @parameterized.parameters({}, {"a": -1}, {"b": -1})
+  def test_product(self, **signs):
+    got, want = self.multiply(**signs)
+    for warp in range(4):
+      of_warp = want[16 * warp : 16 * warp + 16].astype(np.float32)
+      expected = WgmmaTest.fragments(None, of_warp) * np.prod([*signs.values()])
+      np.testing.assert_array_equal(got[warp], expected)
+
+  @parameterized.parameters(0, 64 * 128, 64 * 128 + 32 * 128)
+  def test_operands_change(self, place):
+    with self.assertRaisesRegex(PtxError, "race|an operand changed"):
+      self.multiply(place)
 
 
 # Memory and hazards.

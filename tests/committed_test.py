@@ -1,0 +1,52 @@
+"""The table of committed rows."""
+
+import dataclasses
+import pathlib
+import tempfile
+
+from absl.testing import absltest
+
+from benchmarks import committed, records
+from tests.base import TestCase
+from tests.benchmarks_test import example_row
+
+
+class CommittedTest(TestCase):
+  def lines(self, rows, stale=False):
+    with tempfile.TemporaryDirectory() as folder:
+      path = pathlib.Path(folder)
+      records.write(rows, path / "a_gpu.jsonl")
+      return committed.lines(stale, path)
+
+  def rows(self):
+    decode = {"phase": "decode", "q_len": 1, "implementation": "mosaic_sm90", "floor_us": 2.0}
+    return [
+      example_row(**decode, us_median=4.0),
+      example_row(**decode, us_median=5.0, k_format="fp8", v_format="fp8", read_path="fp8"),
+      example_row(**decode | {"implementation": "cudnn"}, us_median=16.0, k_format="bf16"),
+      example_row(**decode, us_median=9.0, kernel_hash="another"),
+    ]
+
+  def test_ratios_are_of_rows_of_the_same_sources(self):
+    lines = self.lines(self.rows())
+    self.assertIn("3 current rows, 1 stale", lines[0])
+    (ours,) = (line for line in lines if " nvfp4 " in line)
+    self.assertEqual(ours.split()[-5:], ["4.0", "50", "%", "0.80", "0.25"])
+
+  def test_stale_rows_say_so(self):
+    *_, line, _ = self.lines(self.rows(), stale=True)
+    self.assertRegex(line, r" 9\.0 .*STALE$")
+    self.assertNotIn("0.", line)
+
+  def test_what_is_committed_fits_a_terminal(self):
+    for line in committed.lines(stale=True):
+      self.assertLessEqual(len(line), 120)
+
+  def test_a_changed_kernel_is_stale(self):
+    row = dataclasses.asdict(example_row())
+    self.assertFalse(committed.is_stale(row))
+    self.assertTrue(committed.is_stale(row | {"kernel_hash": "0" * 12}))
+
+
+if __name__ == "__main__":
+  absltest.main()
