@@ -10,7 +10,8 @@ import argparse
 import math
 import pathlib
 
-from benchmarks.records import ROOT, kernel_hash, read
+from benchmarks.records import read
+from benchmarks.sources import ROOT, kernel_hash
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -44,7 +45,7 @@ def lines(stale: bool, folder: pathlib.Path = RESULTS) -> list[str]:
 
 def is_stale(row: dict) -> bool:
   """Whether the kernels' sources have changed since."""
-  return row["kernel_hash"] != kernel_hash()
+  return row["kernel_hash"] != kernel_hash(row["kernel_names"])
 
 
 _HEAD = (
@@ -79,7 +80,7 @@ _PEERS = {
 
 def _ratio(row: dict, rows: list[dict], **peer) -> str:
   """Of the row's time to that of a peer at its shape."""
-  same = ("batch", "q_len", "kv_len", "kernel_hash")
+  same = ("batch", "q_len", "kv_len")
   phases = {row["phase"], "prefill"} if row["phase"] != "append" else {"append"}
   for other in rows:
     if (
@@ -88,6 +89,7 @@ def _ratio(row: dict, rows: list[dict], **peer) -> str:
       and all(other[name] == value for name, value in peer.items())
       and other["phase"] in phases
       and row["k_format"] == "nvfp4"
+      and is_stale(row) == is_stale(other)
       and row["us_median"]
       and other["us_median"]
     ):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-import hashlib
 import json
 import math
 import pathlib
@@ -13,8 +12,7 @@ import subprocess
 
 import jax
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-KERNELS = ROOT / "nvfp4_pallas" / "kernels"
+from benchmarks.sources import ROOT, kernel_hash
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +37,7 @@ class Row:
     snr_db: signal to noise of K, V and Q as stored or used, against wide.
     q_error_ratio: format_error over the same with Q in bfloat16.
     reason: why a case has no result, or why this implementation ran.
+    kernel_hash: of the sources of the kernels seen; empty where none is this package's.
   """
 
   phase: str
@@ -76,12 +75,16 @@ class Row:
   q_error_ratio: float | None = None
   reason: str | None = None
   git_revision: str = dataclasses.field(default_factory=lambda: git_revision())
-  kernel_hash: str = dataclasses.field(default_factory=lambda: kernel_hash())
+  kernel_hash: str | None = None
   device: str = dataclasses.field(default_factory=lambda: jax.devices()[0].device_kind)
   jax_version: str = jax.__version__
   time: str = dataclasses.field(
     default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
   )
+
+  def __post_init__(self):
+    if self.kernel_hash is None:
+      object.__setattr__(self, "kernel_hash", kernel_hash(self.kernel_names))
 
 
 def q_quantisation(read_path: str, q_levels: int) -> dict:
@@ -107,15 +110,6 @@ def git_revision() -> str:
     return revision + ("+" if run(["git", "status", "--porcelain", "-uno"]).strip() else "")
   except (OSError, subprocess.CalledProcessError):
     return "unknown"
-
-
-@functools.cache
-def kernel_hash() -> str:
-  """Hash of the kernels' sources: rows with another one are stale."""
-  digest = hashlib.sha256()
-  for path in sorted(KERNELS.glob("*.py")):
-    digest.update(path.name.encode() + b"\0" + path.read_bytes())
-  return digest.hexdigest()[:12]
 
 
 def write(rows: list[Row], path: pathlib.Path) -> None:

@@ -62,7 +62,7 @@ class RecordsTest(TestCase):
       again = records.read(path)
     self.assertEqual(again, [json.loads(json.dumps(dataclasses.asdict(r))) for r in rows])
     self.assertNotEmpty(again[0]["git_revision"])
-    self.assertLen(again[0]["kernel_hash"], 12)
+    self.assertEqual(again[0]["kernel_hash"], "")  # nothing of ours was traced
 
   def test_q_quantisation_is_named(self):
     self.assertEqual(records.q_quantisation("nvfp4_a4q", 2)["q_residual_scale"], "e4m3 per group")

@@ -10,12 +10,14 @@ import dataclasses
 from typing import Any
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from absl.testing import absltest, parameterized
 
 import nvfp4_pallas as nv
+from benchmarks import aot_cases
 from nvfp4_pallas import dispatch
 from nvfp4_pallas.kernels import short_attend, tail_layout, whole_attend, wide_layout
 from nvfp4_pallas.kernels import tail_mosaic_sm90 as kernel
@@ -525,6 +527,22 @@ class DispatchTest(TestCase):
       chosen, why = prefill_op.choose_kernel(request)
       self.assertIs(chosen, prefill_op._prefill_attention)
       self.assertRegex(why, "its PTX cannot be interpreted")
+
+  @parameterized.product(
+    q_len=(1, 2, 4, 8, 11, 12, 16, 100), num_seqs=(1, 16), path=("nvfp4_dequant", "nvfp4_a4q")
+  )
+  def test_blocks_have_room(self, q_len, num_seqs, path):
+    """As many as are launched, on a multiprocessor of 228 KiB, of which each takes 1 KiB more."""
+    cache = aot_cases.abstract_cache()
+    tokens = num_seqs * q_len
+    q = jax.ShapeDtypeStruct((tokens, 4 * cache.num_kv_heads, 128), jnp.bfloat16)
+    lens, starts = (jax.ShapeDtypeStruct((num_seqs + i,), jnp.int32) for i in range(2))
+    batch = nv.RaggedBatch(jax.ShapeDtypeStruct((num_seqs, 256), jnp.int32), lens, starts)
+    spec = AttentionSpec(path, True, 0.1, q_levels=2)
+    attend, _ = kernel.kernels(q, cache, batch, spec, jnp.bfloat16)
+    of_multiprocessor = -(-attend.blocks // kernel.MULTIPROCESSORS)
+    self.assertLessEqual(of_multiprocessor * (attend.smem_bytes + 1024), 228 * 1024)
+    self.assertLessEqual(of_multiprocessor * attend.threads, 2048)
 
   @parameterized.parameters(
     ({"engine": "mma", "width": 5}, "up to 16 rows"),

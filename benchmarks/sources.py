@@ -1,0 +1,67 @@
+"""Which source files a traced kernel is made of. Rows with another hash of them are stale."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import pathlib
+from collections.abc import Iterable
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+KERNELS = ROOT / "nvfp4_pallas" / "kernels"
+PACKAGE = "nvfp4_pallas.kernels"
+# What a kernel's name in a trace begins with, and the module that launches it.
+LAUNCHERS = {
+  "kernel_mosaic": "attention_mosaic_sm90",  # Pallas' own name
+  "decode_": "decode_mosaic_sm90",
+  "short_": "tail_mosaic_sm90",
+  "tail_": "tail_mosaic_sm90",
+  "wide_": "tail_mosaic_sm90",
+  "dense_": "prefill_mosaic_sm90",
+  "fused_": "prefill_mosaic_sm90",
+  "kv_append": "append_mosaic_sm90",
+  "nvfp4_pack": "pack_mosaic_sm90",
+  "nvfp4_unpack": "pack_mosaic_sm90",
+}
+
+
+def kernel_hash(kernel_names: Iterable[str]) -> str:
+  """Of the kernels of this package among them; empty where there is none."""
+  launchers = {
+    module
+    for name in kernel_names
+    for prefix, module in LAUNCHERS.items()
+    if name.startswith(prefix)
+  }
+  return _hash(frozenset(launchers)) if launchers else ""
+
+
+@functools.cache
+def _hash(modules: frozenset[str]) -> str:
+  digest = hashlib.sha256()
+  for name in sorted(closure(modules)):
+    digest.update(name.encode() + b"\0" + (KERNELS / f"{name}.py").read_bytes())
+  return digest.hexdigest()[:12]
+
+
+def closure(modules: Iterable[str]) -> set[str]:
+  """The modules and all that they import of the kernels' package."""
+  found, left = set(), list(modules)
+  while left:
+    name = left.pop()
+    if name not in found:
+      found.add(name)
+      left += _imports(name)
+  return found
+
+
+@functools.cache
+def _imports(name: str) -> tuple[str, ...]:
+  imported = []
+  for node in ast.walk(ast.parse((KERNELS / f"{name}.py").read_text())):
+    if isinstance(node, ast.ImportFrom) and node.module == PACKAGE:
+      imported += [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE + "."):
+      imported.append(node.module.removeprefix(PACKAGE + "."))
+  return tuple(imported)
