@@ -38,7 +38,9 @@ ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 12)
 # Oldest first: new Pythons wait longest for wheels of every dependency.
 PYTHON_NAMES = ("python3.12", "python3.13", "python3.14", "python3.15", "python3", "python")
-MODULES = ("jax", "jaxlib", "jax_triton", "numpy", "absl")
+MODULES = ("jax", "jaxlib", "numpy", "absl")
+# Installed with the rest, but a Python without it serves: only kernels for sm_120 import it.
+NOT_NEEDED = ("jax-triton",)
 
 _RESTARTED = "NVFP4_PALLAS_RESTARTED"  # set across a restart, so that a failure is not a loop
 _HEARTBEAT_S = 20.0
@@ -124,7 +126,8 @@ def shortcomings(extras=()):
   """Why the running interpreter cannot serve, as short phrases; empty if it can."""
   if sys.version_info < OLDEST_PYTHON:
     return ["Python {}.{}.{} is older than {}.{}".format(*sys.version_info[:3], *OLDEST_PYTHON)]
-  problems = [problem for line in requirements(extras) for problem in unmet(line)]
+  needed = [line for line in requirements(extras) if not line.startswith(NOT_NEEDED)]
+  problems = [problem for line in needed for problem in unmet(line)]
   absent = [name for name in MODULES if importlib.util.find_spec(name) is None]
   return problems or [f"module {name} cannot be found" for name in absent]
 

@@ -88,6 +88,27 @@ class RequirementTest(TestCase):
       self.assertEqual(bootstrap.shortcomings(), ["Python 3.11.7 is older than 3.12"])
 
 
+class ServingTest(TestCase):
+  def test_a_machine_without_jax_triton_serves(self):
+    """As GPU machines are, where nothing can be installed."""
+    real = metadata.version
+
+    def version(name):
+      if name == "jax-triton":
+        raise metadata.PackageNotFoundError(name)
+      return real(name)
+
+    with mock.patch.object(metadata, "version", version):
+      self.assertEqual(bootstrap.shortcomings(), [])
+
+  def test_a_machine_without_jax_does_not(self):
+    def version(name):
+      raise metadata.PackageNotFoundError(name)
+
+    with mock.patch.object(metadata, "version", version):
+      self.assertIn("jax is not installed", bootstrap.shortcomings())
+
+
 class SyntaxTest(TestCase):
   def test_what_runs_before_the_environment_parses_on_an_old_python(self):
     entries = [*bootstrap.ROOT.glob("benchmarks/__*__.py"), *bootstrap.ROOT.glob("tests/__*__.py")]
