@@ -1,0 +1,253 @@
+"""Pages of other engines, byte for byte, to a PagedKVCache and back: NVFP4 keys and values.
+
+All engines agree with this library on what a row is: codes low nibble first, one E4M3 scale for 16
+columns, value = e2m1(code) * scale * (decode) global scale. They differ in the order of rows and
+scales, and have one global scale a layer where a cache has one a KV head.
+
+    FlashInfer   K, V and their scales apart, [pages, page, head, ...] "NHD" or
+                 [pages, head, page, ...] "HND"
+    vLLM         one buffer, each page [K codes | K scales | V codes | V scales]
+    SGLang       K, V and their scales apart, flat token slots [slot, head, ...]
+
+Scales of V come in one of three orders within the [page, S] scales of a page's head, S = D / 16:
+
+    linear       token t, block s            at [t, s]
+    trtllm       four tokens interleaved     at flat (t / 4) 4 S + s 4 + t % 4
+    vllm         the writer's for GPUs before Blackwell, at row (t / 4) 4 + s / (S / 4), column
+                 (s % (S / 4)) 4 + t % 4; the same bytes as trtllm
+
+Sources: FlashInfer page.py and fp4_quantization.py; vLLM nvfp4_kv_cache_kernels.cu and
+torch_utils.py (nvfp4_kv_cache_split_views); TensorRT-LLM unfusedAttentionKernels_2_template.h;
+SGLang kvfp4_tensor.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from nvfp4_pallas.cache import PagedKVCache, PagePool
+
+LAYOUTS = ("NHD", "HND")
+V_SCALES = ("linear", "trtllm", "vllm")
+SCALE_CONVENTIONS = ("decode", "encode", "amax_448", "amax_2688")
+BLOCK, CODES_OF_BYTE = 16, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class ForeignPages:
+  """Arrays of an engine that keeps K, V and scales apart.
+
+  Attributes:
+    k, v: codes, uint8 [..., D / 2].
+    k_scale, v_scale: block scales, float8_e4m3fn [..., D / 16].
+    k_global_scale, v_global_scale: decode multipliers of the layer.
+  """
+
+  k: jax.Array
+  v: jax.Array
+  k_scale: jax.Array
+  v_scale: jax.Array
+  k_global_scale: float
+  v_global_scale: float
+
+
+def decode_global_scale(value: float, convention: str) -> float:
+  """The decode multiplier that another engine's number means.
+
+  Args:
+    value: finite and positive.
+    convention: `decode` (the multiplier itself), `encode` (its reciprocal), or the largest
+      magnitude of the values: `amax_448` (block scales of up to 448 / 6) or `amax_2688` (up to 448).
+
+  Raises:
+    ValueError: the convention or the value is none.
+  """
+  if convention not in SCALE_CONVENTIONS:
+    raise ValueError(f"convention must be one of {SCALE_CONVENTIONS}, got {convention!r}")
+  value = float(value)
+  if not (math.isfinite(value) and value > 0):
+    raise ValueError(f"a global scale must be finite and positive, got {value}")
+  of = {"decode": value, "encode": 1 / value, "amax_448": value / 448, "amax_2688": value / 2688}
+  return of[convention]
+
+
+def to_flashinfer(
+  cache: PagedKVCache, *, layout: str = "NHD", v_scales: str = "linear"
+) -> ForeignPages:
+  """The cache's pages as FlashInfer's (K, V) tuple and kv_cache_sf have them.
+
+  Args:
+    layout: NHD or HND. HND is the cache's own order: no byte moves.
+    v_scales: the order of V's scales: `trtllm` for trtllm-gen, else `linear`.
+
+  Raises:
+    ValueError: an argument breaks a rule, or the KV heads' global scales differ.
+    NotImplementedError: K or V is not in nvfp4.
+  """
+  _check_layout(layout)
+  pools = {name: _pool_out(getattr(cache, name), name) for name in ("k", "v")}
+  pools["v"]["scale"] = _order_scales(pools["v"]["scale"], v_scales)
+  arrays = {
+    name: {what: _from_hnd(array, layout) for what, array in pool.items()}
+    for name, pool in pools.items()
+  }
+  return ForeignPages(
+    k=arrays["k"]["codes"],
+    v=arrays["v"]["codes"],
+    k_scale=arrays["k"]["scale"],
+    v_scale=arrays["v"]["scale"],
+    k_global_scale=_one_scale(cache.k, "k"),
+    v_global_scale=_one_scale(cache.v, "v"),
+  )
+
+
+def from_flashinfer(
+  pages: ForeignPages, *, layout: str = "NHD", v_scales: str = "linear"
+) -> PagedKVCache:
+  """The cache that FlashInfer's pages are; to_flashinfer's inverse."""
+  _check_layout(layout)
+  v_scale = _order_scales(_to_hnd(pages.v_scale, layout), v_scales, back=True)
+  return PagedKVCache(
+    k=_pool_in("k", _to_hnd(pages.k, layout), _to_hnd(pages.k_scale, layout), pages.k_global_scale),
+    v=_pool_in("v", _to_hnd(pages.v, layout), v_scale, pages.v_global_scale),
+  )
+
+
+def to_sglang(cache: PagedKVCache) -> ForeignPages:
+  """Flat token slots [pages * page_size, head, ...], slot = page * page_size + offset."""
+  pages = to_flashinfer(cache, layout="NHD")
+  flat = lambda a: a.reshape(-1, *a.shape[2:])
+  arrays = {name: flat(getattr(pages, name)) for name in ("k", "v", "k_scale", "v_scale")}
+  return dataclasses.replace(pages, **arrays)
+
+
+def from_sglang(slots: ForeignPages, *, page_size: int) -> PagedKVCache:
+  """to_sglang's inverse. `page_size` divides the number of slots."""
+  if slots.k.shape[0] % page_size:
+    raise ValueError(
+      f"page_size must divide the number of slots, got {page_size} and {slots.k.shape[0]}"
+    )
+  paged = lambda a: a.reshape(-1, page_size, *a.shape[1:])
+  arrays = {name: paged(getattr(slots, name)) for name in ("k", "v", "k_scale", "v_scale")}
+  return from_flashinfer(dataclasses.replace(slots, **arrays), layout="NHD")
+
+
+def to_vllm(cache: PagedKVCache, *, layout: str = "HND", v_scales: str = "linear") -> jax.Array:
+  """One buffer, uint8 [pages, bytes of a page]: [K codes | K scales | V codes | V scales].
+
+  Args:
+    layout: the order within each of the four regions of a page.
+    v_scales: `vllm` for what it writes on GPUs before Blackwell, `linear` since.
+  """
+  pages = to_flashinfer(cache, layout=layout, v_scales=v_scales)
+  regions = (pages.k, pages.k_scale, pages.v, pages.v_scale)
+  return jnp.concatenate([_bytes(a).reshape(cache.num_pages, -1) for a in regions], axis=1)
+
+
+def from_vllm(
+  buffer: jax.Array,
+  *,
+  page_size: int,
+  num_kv_heads: int,
+  head_dim: int,
+  k_global_scale: float = 1.0,
+  v_global_scale: float = 1.0,
+  layout: str = "HND",
+  v_scales: str = "linear",
+) -> PagedKVCache:
+  """to_vllm's inverse; global scales are decode multipliers (decode_global_scale)."""
+  _check_layout(layout)
+  tokens = {"HND": (num_kv_heads, page_size), "NHD": (page_size, num_kv_heads)}[layout]
+  widths = (head_dim // CODES_OF_BYTE, head_dim // BLOCK) * 2
+  sizes = [math.prod(tokens) * width for width in widths]
+  if buffer.ndim != 2 or buffer.dtype != jnp.uint8 or buffer.shape[1] != sum(sizes):
+    raise ValueError(
+      f"buffer must be uint8 [pages, {sum(sizes)}] for {num_kv_heads} heads of {head_dim} and "
+      f"pages of {page_size}, got {buffer.dtype} {list(buffer.shape)}"
+    )
+  regions = jnp.split(buffer, np.cumsum(sizes)[:-1], axis=1)
+  k, k_scale, v, v_scale = (
+    region.reshape(-1, *tokens, width) for region, width in zip(regions, widths, strict=True)
+  )
+  k_scale, v_scale = (
+    jax.lax.bitcast_convert_type(scale, jnp.float8_e4m3fn) for scale in (k_scale, v_scale)
+  )
+  scales = k_global_scale, v_global_scale
+  return from_flashinfer(
+    ForeignPages(k, v, k_scale, v_scale, *scales), layout=layout, v_scales=v_scales
+  )
+
+
+def _pool_out(pool: PagePool, name: str) -> dict[str, jax.Array]:
+  if pool.format != "nvfp4":
+    raise NotImplementedError(f"this layout holds nvfp4, {name} is {pool.format}")
+  assert pool.block_scale is not None
+  return {"codes": pool.data, "scale": pool.block_scale}
+
+
+def _pool_in(name: str, codes: jax.Array, scale: jax.Array, global_scale: float) -> PagePool:
+  for what, array, dtype in (("", codes, jnp.uint8), ("_scale", scale, jnp.float8_e4m3fn)):
+    if array.dtype != dtype:
+      raise ValueError(f"{name}{what} must be {jnp.dtype(dtype).name}, got {array.dtype}")
+  if (*codes.shape[:-1], codes.shape[-1] * CODES_OF_BYTE) != (
+    *scale.shape[:-1],
+    scale.shape[-1] * BLOCK,
+  ):
+    raise ValueError(
+      f"{name} and {name}_scale must have a byte for 2 and for 16 columns of the same rows, got "
+      f"{list(codes.shape)} and {list(scale.shape)}"
+    )
+  multiplier = decode_global_scale(global_scale, "decode")
+  return PagePool(codes, scale, jnp.full((codes.shape[1],), multiplier, jnp.float32), "nvfp4")
+
+
+def _one_scale(pool: PagePool, name: str) -> float:
+  """The layer's, which its KV heads must share."""
+  if isinstance(pool.global_scale, Tracer):
+    raise ValueError(f"{name}'s global_scale must be known here: call this outside jit")
+  scales: Any = np.asarray(pool.global_scale)
+  if (scales != scales[0]).any():
+    raise ValueError(
+      f"this layout has one global scale a layer, {name}'s KV heads have {scales.tolist()}"
+    )
+  return float(scales[0])
+
+
+def _check_layout(layout: str) -> None:
+  if layout not in LAYOUTS:
+    raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
+
+
+def _from_hnd(array: jax.Array, layout: str) -> jax.Array:
+  return array if layout == "HND" else jnp.swapaxes(array, 1, 2)
+
+
+_to_hnd = _from_hnd  # its own inverse
+
+
+def _order_scales(scale: jax.Array, order: str, back: bool = False) -> jax.Array:
+  """[pages, head, page, S] from linear to an order, or back."""
+  if order not in V_SCALES:
+    raise ValueError(f"v_scales must be one of {V_SCALES}, got {order!r}")
+  if order == "linear":
+    return scale
+  *leading, tokens, blocks = scale.shape
+  if tokens % 4 or blocks % 4:
+    raise ValueError(
+      f"v_scales {order!r} needs pages of a multiple of 4 tokens and head_dim of 64, got "
+      f"{tokens} and {blocks * BLOCK}"
+    )
+  # Both orders are the same bytes: four tokens' scales, block by block.
+  grouped = (tokens // 4, blocks, 4) if back else (tokens // 4, 4, blocks)
+  return jnp.swapaxes(scale.reshape(*leading, *grouped), -1, -2).reshape(scale.shape)
+
+
+def _bytes(array: jax.Array) -> jax.Array:
+  return array if array.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(array, jnp.uint8)

@@ -1,0 +1,179 @@
+"""Pages of other engines: built here element by element from their descriptions."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from absl.testing import absltest, parameterized
+
+import nvfp4_pallas as nv
+from nvfp4_pallas import interop
+from tests.base import TestCase
+
+PAGES, HEADS, PAGE = 3, 2, 16
+
+
+def random_cache(head_dim=64, k_scale=0.5, v_scale=3.0, page_size=PAGE) -> nv.PagedKVCache:
+  r = np.random.default_rng(head_dim)
+
+  def pool(scale):
+    shape = PAGES, HEADS, page_size
+    codes = r.integers(0, 256, (*shape, head_dim // 2), dtype=np.uint8)
+    scales = r.integers(0, 0x7F, (*shape, head_dim // 16), dtype=np.uint8)
+    scales = scales.view(ml_dtypes.float8_e4m3fn)
+    globals_ = jnp.full((HEADS,), scale, jnp.float32)
+    return nv.PagePool(jnp.asarray(codes), jnp.asarray(scales), globals_, "nvfp4")
+
+  return nv.PagedKVCache(k=pool(k_scale), v=pool(v_scale))
+
+
+def as_bytes(array) -> np.ndarray:
+  return np.asarray(array).view(np.uint8)
+
+
+def v_scale_place(order: str, t: int, s: int, blocks: int) -> int:
+  """Where a page's head has the scale of token t and block s, as the engines' sources have it."""
+  if order == "trtllm":
+    return (t // 4) * 4 * blocks + s * 4 + t % 4
+  if order == "vllm":
+    row, column = (t // 4) * 4 + s // (blocks // 4), (s % (blocks // 4)) * 4 + t % 4
+    return row * blocks + column
+  return t * blocks + s
+
+
+class InteropTest(TestCase):
+  def check_equal(self, got: nv.PagedKVCache, want: nv.PagedKVCache):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+      self.assertEqual((a.dtype, a.shape), (b.dtype, b.shape))
+      np.testing.assert_array_equal(as_bytes(a), as_bytes(b))
+
+  @parameterized.product(layout=interop.LAYOUTS, v_scales=interop.V_SCALES, head_dim=(64, 128))
+  def test_flashinfer(self, layout, v_scales, head_dim):
+    cache = random_cache(head_dim)
+    pages = interop.to_flashinfer(cache, layout=layout, v_scales=v_scales)
+    blocks = head_dim // 16
+    for name in ("k", "v"):
+      pool, codes = getattr(cache, name), as_bytes(getattr(pages, name))
+      scales = as_bytes(getattr(pages, f"{name}_scale"))
+      order = v_scales if name == "v" else "linear"
+      if layout == "NHD":
+        self.assertEqual(codes.shape, (PAGES, PAGE, HEADS, head_dim // 2))
+        codes, scales = codes.transpose(0, 2, 1, 3), scales.transpose(0, 2, 1, 3)
+      np.testing.assert_array_equal(codes, as_bytes(pool.data))
+      flat = scales.reshape(PAGES, HEADS, -1)
+      for t in range(PAGE):
+        for s in range(blocks):
+          at = v_scale_place(order, t, s, blocks)
+          np.testing.assert_array_equal(flat[:, :, at], as_bytes(pool.block_scale)[:, :, t, s])
+    self.assertEqual((pages.k_global_scale, pages.v_global_scale), (0.5, 3.0))
+    self.check_equal(interop.from_flashinfer(pages, layout=layout, v_scales=v_scales), cache)
+
+  @parameterized.product(layout=interop.LAYOUTS, v_scales=("linear", "vllm"))
+  def test_vllm(self, layout, v_scales):
+    cache = random_cache(128)
+    buffer = interop.to_vllm(cache, layout=layout, v_scales=v_scales)
+    self.assertEqual((buffer.dtype, buffer.shape), (jnp.uint8, (PAGES, HEADS * PAGE * 2 * 72)))
+    page, head, t = 2, 1, 7
+    row = head * PAGE + t if layout == "HND" else t * HEADS + head
+    rows = HEADS * PAGE
+    v_begin = rows * (64 + 8)
+    of_page = np.asarray(buffer)[page]
+    for begin, pool in ((0, cache.k), (v_begin, cache.v)):
+      codes = of_page[begin + 64 * row : begin + 64 * row + 64]
+      np.testing.assert_array_equal(codes, np.asarray(pool.data)[page, head, t])
+    scales = of_page[rows * 64 + 8 * row : rows * 64 + 8 * row + 8]
+    np.testing.assert_array_equal(scales, as_bytes(cache.k.block_scale)[page, head, t])
+    if layout == "HND":
+      begin = v_begin + rows * 64 + head * PAGE * 8
+      for s in range(8):
+        at = begin + v_scale_place(v_scales, t, s, 8)
+        self.assertEqual(of_page[at], as_bytes(cache.v.block_scale)[page, head, t, s])
+    back = interop.from_vllm(
+      buffer,
+      page_size=PAGE,
+      num_kv_heads=HEADS,
+      head_dim=128,
+      k_global_scale=0.5,
+      v_global_scale=3.0,
+      layout=layout,
+      v_scales=v_scales,
+    )
+    self.check_equal(back, cache)
+
+  def test_sglang(self):
+    cache = random_cache()
+    slots = interop.to_sglang(cache)
+    self.assertEqual(slots.k.shape, (PAGES * PAGE, HEADS, 32))
+    np.testing.assert_array_equal(slots.v[2 * PAGE + 5, 1], cache.v.data[2, 1, 5])
+    np.testing.assert_array_equal(
+      as_bytes(slots.v_scale)[PAGE + 3, 0], as_bytes(cache.v.block_scale)[1, 0, 3]
+    )
+    self.check_equal(interop.from_sglang(slots, page_size=PAGE), cache)
+
+  def test_values_stay(self):
+    """What is attended to afterwards is the same, to the bit."""
+    cache = random_cache()
+    batch = nv.RaggedBatch.for_decode(jnp.asarray([[2, 0, 1]]), jnp.asarray([40]))
+    q = jax.random.normal(jax.random.key(0), (1, 4, 64), jnp.bfloat16)
+    moved = interop.from_flashinfer(interop.to_flashinfer(cache))
+    for a, b in zip(
+      *(nv.decode(q, c, batch, read_path="nvfp4_dequant") for c in (moved, cache)), strict=True
+    ):
+      np.testing.assert_array_equal(as_bytes(a), as_bytes(b))
+
+  @parameterized.parameters(
+    ("decode", 0.25, 0.25),
+    ("encode", 4.0, 0.25),
+    ("amax_448", 112.0, 0.25),
+    ("amax_2688", 672, 0.25),
+  )
+  def test_global_scales(self, convention, value, decode):
+    self.assertEqual(interop.decode_global_scale(value, convention), decode)
+
+  @parameterized.parameters(
+    (1.0, "amax", "convention must be one of .*'amax'"),
+    (0.0, "encode", "finite and positive, got 0.0"),
+    (float("nan"), "decode", "finite and positive, got nan"),
+  )
+  def test_global_scales_that_are_none(self, value, convention, message):
+    with self.assertRaisesRegex(ValueError, message):
+      interop.decode_global_scale(value, convention)
+
+  def test_what_a_layout_cannot_hold(self):
+    cache = random_cache()
+    k = dataclasses.replace(cache.k, global_scale=jnp.asarray([1.0, 2.0]))
+    with self.assertRaisesRegex(ValueError, r"one global scale a layer, k's .*\[1.0, 2.0\]"):
+      interop.to_flashinfer(dataclasses.replace(cache, k=k))
+    with self.assertRaisesRegex(ValueError, "outside jit"):
+      jax.jit(lambda c: interop.to_flashinfer(c).k)(cache)
+    fp8 = nv.PagedKVCache.create(
+      num_pages=1, page_size=16, num_kv_heads=1, head_dim=64, k_format="fp8"
+    )
+    with self.assertRaisesRegex(NotImplementedError, "holds nvfp4, k is fp8"):
+      interop.to_vllm(fp8)
+    with self.assertRaisesRegex(ValueError, "head_dim of 64, got 16 and 96"):
+      interop.to_flashinfer(random_cache(96), v_scales="trtllm")
+    with self.assertRaisesRegex(ValueError, "layout must be one of .*'NDH'"):
+      interop.to_vllm(cache, layout="NDH")
+    with self.assertRaisesRegex(ValueError, "v_scales must be one of .*'swizzled'"):
+      interop.to_flashinfer(cache, v_scales="swizzled")
+
+  def test_what_is_no_such_layout(self):
+    cache = random_cache()
+    pages, buffer = interop.to_flashinfer(cache), interop.to_vllm(cache)
+    with self.assertRaisesRegex(ValueError, r"v_scale must be float8_e4m3fn, got uint8"):
+      interop.from_flashinfer(dataclasses.replace(pages, v_scale=as_bytes(pages.v_scale)))
+    with self.assertRaisesRegex(ValueError, "k and k_scale must have a byte for 2 and for 16"):
+      interop.from_flashinfer(dataclasses.replace(pages, k=pages.k[..., :16]))
+    with self.assertRaisesRegex(
+      ValueError, r"buffer must be uint8 \[pages, 2304\].*got uint8 \[3, 2303\]"
+    ):
+      interop.from_vllm(buffer[:, 1:], page_size=PAGE, num_kv_heads=HEADS, head_dim=64)
+    with self.assertRaisesRegex(ValueError, "must divide the number of slots, got 32 and 48"):
+      interop.from_sglang(interop.to_sglang(cache), page_size=32)
+
+
+if __name__ == "__main__":
+  absltest.main()
