@@ -64,7 +64,7 @@ def decode_global_scale(value: float, convention: str) -> float:
   Args:
     value: finite and positive.
     convention: `decode` (the multiplier itself), `encode` (its reciprocal), or the largest
-      magnitude of the values: `amax_448` (block scales of up to 448 / 6) or `amax_2688` (up to 448).
+      magnitude of the values: `amax_448` (block scales of up to 448 / 6), `amax_2688` (up to 448).
 
   Raises:
     ValueError: the convention or the value is none.

@@ -1,0 +1,199 @@
+"""Caches in files, and pages on the host: bit for bit, refused by name where something differs.
+
+A file is a safetensors file (https://github.com/huggingface/safetensors, format.md): eight bytes of
+the header's length, the header in JSON, the arrays' bytes one after the other. Its `__metadata__`
+says what the bytes mean: library, layout, version, and the formats of K and V.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from nvfp4_pallas.cache import KV_FORMATS, LAYOUT, LAYOUT_VERSION, PagedKVCache, PagePool
+
+LIBRARY = "nvfp4_pallas"
+_DTYPES = {
+  "U8": np.dtype(np.uint8),
+  "F32": np.dtype(np.float32),
+  "BF16": np.dtype(ml_dtypes.bfloat16),
+  "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LEAVES = ("data", "block_scale", "global_scale")
+
+
+class CheckpointError(ValueError):
+  """The file is not a cache that can be restored; the message names what differs."""
+
+
+def save(cache: PagedKVCache, path: str | os.PathLike) -> None:
+  """Writes all pages, whole or not at all: a file of this name appears when it is complete."""
+  path = pathlib.Path(path)
+  arrays = {name: np.asarray(array) for name, array in _named(cache).items()}
+  header: dict[str, object] = {
+    "__metadata__": {
+      "library": LIBRARY,
+      "layout": cache.layout,
+      "version": str(cache.version),
+      "k_format": cache.k.format,
+      "v_format": cache.v.format,
+    }
+  }
+  end = 0
+  for name, array in arrays.items():
+    begin, end = end, end + array.nbytes
+    entry = {"dtype": _NAMES[array.dtype], "shape": list(array.shape), "data_offsets": [begin, end]}
+    header[name] = entry
+  text = json.dumps(header).encode()
+  text += b" " * (-len(text) % 8)
+  unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+  try:
+    with unfinished.open("wb") as file:
+      file.write(struct.pack("<Q", len(text)) + text)
+      for array in arrays.values():
+        file.write(np.ascontiguousarray(array).tobytes())
+    unfinished.replace(path)
+  finally:
+    unfinished.unlink(missing_ok=True)
+
+
+def restore(path: str | os.PathLike) -> PagedKVCache:
+  """The cache that was saved, bit for bit.
+
+  Raises:
+    CheckpointError: another library's, layout's or version's file, or a truncated one.
+  """
+  raw = pathlib.Path(path).read_bytes()
+  header, body = _split(raw)
+  about = header.pop("__metadata__", {})
+  for key, expected in (
+    ("library", LIBRARY),
+    ("layout", LAYOUT),
+    ("version", str(LAYOUT_VERSION)),
+  ):
+    if about.get(key) != expected:
+      raise CheckpointError(f"{key} must be {expected!r}, the file has {about.get(key)!r}")
+  pools = {}
+  for name in ("k", "v"):
+    format = about.get(f"{name}_format")
+    if format not in KV_FORMATS:
+      raise CheckpointError(f"{name}_format must be one of {KV_FORMATS}, the file has {format!r}")
+    leaves: Any = {leaf: _array(header, body, f"{name}.{leaf}") for leaf in _LEAVES}
+    pools[name] = PagePool(**leaves, format=format)
+    _check_leaves(pools[name], name)
+  if header:
+    raise CheckpointError(f"the file has arrays that no cache has: {sorted(header)}")
+  return PagedKVCache(**pools)
+
+
+def fetch_pages(cache: PagedKVCache, pages: Sequence[int]) -> dict[str, np.ndarray]:
+  """Named pages on the host, in this order; restore_pages brings them back, to any place.
+
+  Raises:
+    ValueError: a page's number is not the cache's.
+  """
+  index = _page_index(cache, pages)
+  return {name: np.asarray(array[index]) for name, array in _paged(cache).items()}
+
+
+def restore_pages(
+  cache: PagedKVCache, pages: Sequence[int], host: dict[str, np.ndarray]
+) -> PagedKVCache:
+  """The cache with fetched pages at `pages`, one after the other; all others are as they were.
+
+  Raises:
+    ValueError: a page's number is not the cache's, or stands twice; or the host's arrays are not of
+      so many pages of such a cache.
+  """
+  index = _page_index(cache, pages)
+  if len(set(index.tolist())) != len(index):
+    raise ValueError(f"pages must not name a page twice, got {list(pages)}")
+  arrays = _paged(cache)
+  if set(host) != set(arrays):
+    raise ValueError(f"host must have the arrays {sorted(arrays)}, got {sorted(host)}")
+  changed = {}
+  for name, array in arrays.items():
+    expected = (len(index), *array.shape[1:])
+    if host[name].shape != expected or host[name].dtype != array.dtype:
+      raise ValueError(
+        f"host's {name} must be {array.dtype} {list(expected)}, got {host[name].dtype} "
+        f"{list(host[name].shape)}"
+      )
+    changed[name] = array.at[index].set(jnp.asarray(host[name]))
+  pools = {
+    name: dataclasses.replace(
+      getattr(cache, name),
+      **{key.partition(".")[2]: new for key, new in changed.items() if key[0] == name},
+    )
+    for name in ("k", "v")
+  }
+  return dataclasses.replace(cache, **pools)
+
+
+def _named(cache: PagedKVCache) -> dict[str, jax.Array]:
+  named = {
+    f"{pool}.{leaf}": getattr(getattr(cache, pool), leaf) for pool in "kv" for leaf in _LEAVES
+  }
+  return {name: array for name, array in named.items() if array is not None}
+
+
+def _paged(cache: PagedKVCache) -> dict[str, jax.Array]:
+  return {name: a for name, a in _named(cache).items() if not name.endswith("global_scale")}
+
+
+def _page_index(cache: PagedKVCache, pages: Sequence[int]) -> np.ndarray:
+  index = np.asarray(pages, np.int64).reshape(-1)
+  wrong = index[(index < 0) | (index >= cache.num_pages)]
+  if len(wrong):
+    raise ValueError(f"pages must be below num_pages = {cache.num_pages}, got {wrong.tolist()}")
+  return index
+
+
+def _split(raw: bytes) -> tuple[dict, memoryview]:
+  if len(raw) < 8:
+    raise CheckpointError(f"the file is truncated: {len(raw)} bytes")
+  (length,) = struct.unpack("<Q", raw[:8])
+  if length > len(raw) - 8:
+    raise CheckpointError(f"the file is truncated: a header of {length} bytes in {len(raw)}")
+  try:
+    header = json.loads(raw[8 : 8 + length])
+  except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    raise CheckpointError(f"the file's header is not JSON: {error}") from None
+  if not isinstance(header, dict):
+    raise CheckpointError("the file's header is not a table of arrays")
+  return header, memoryview(raw)[8 + length :]
+
+
+def _array(header: dict, body: memoryview, name: str) -> jax.Array | None:
+  entry = header.pop(name, None)
+  if entry is None:
+    return None
+  dtype = _DTYPES.get(entry["dtype"])
+  if dtype is None:
+    raise CheckpointError(f"{name} has the dtype {entry['dtype']!r}")
+  begin, end = entry["data_offsets"]
+  if end > len(body):
+    raise CheckpointError(f"the file is truncated: {name} ends at byte {end} of {len(body)}")
+  if end - begin != int(np.prod(entry["shape"])) * dtype.itemsize:
+    raise CheckpointError(f"{name} has {end - begin} bytes for the shape {entry['shape']}")
+  return jnp.asarray(np.frombuffer(body[begin:end], dtype).reshape(entry["shape"]))
+
+
+def _check_leaves(pool: PagePool, name: str) -> None:
+  """What the format needs is there, and nothing else."""
+  needed = {"bf16": ("data",), "fp8": ("data", "global_scale"), "nvfp4": _LEAVES}[pool.format]
+  for leaf in _LEAVES:
+    if (getattr(pool, leaf) is not None) != (leaf in needed):
+      what = "lacks" if leaf in needed else "must not have"
+      raise CheckpointError(f"{name} in {pool.format} {what} {leaf}")

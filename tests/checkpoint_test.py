@@ -1,0 +1,155 @@
+"""Caches in files and pages on the host."""
+
+import dataclasses
+import json
+import pathlib
+import struct
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+import nvfp4_pallas as nv
+from nvfp4_pallas import checkpoint
+from tests.base import TestCase
+
+FORMATS = (("nvfp4", "nvfp4"), ("fp8", "nvfp4"), ("bf16", "bf16"))
+
+
+def filled_cache(k_format="nvfp4", v_format="nvfp4", num_pages=5) -> nv.PagedKVCache:
+  scale = {} if k_format == "bf16" else {"k_global_scale": jnp.asarray([0.5, 3.0])}
+  cache = nv.PagedKVCache.create(
+    num_pages=num_pages,
+    page_size=16,
+    num_kv_heads=2,
+    head_dim=64,
+    k_format=k_format,
+    v_format=v_format,
+    **scale,
+  )
+  k, v = jax.random.normal(jax.random.key(0), (2, 16 * num_pages, 2, 64), jnp.bfloat16)
+  return nv.append(cache, k, v, slot_mapping=jnp.arange(16 * num_pages))
+
+
+class EqualityTest(TestCase):
+  """A cache is another one, to the bit."""
+
+  def check_equal(self, got, want):
+    self.assertEqual(jax.tree.structure(got), jax.tree.structure(want))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+      self.assertEqual((a.dtype, a.shape), (b.dtype, b.shape))
+      np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+class CheckpointTest(EqualityTest):
+  def setUp(self):
+    super().setUp()
+    folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+    self.path = folder / "cache.safetensors"
+
+  @parameterized.parameters(*FORMATS)
+  def test_round_trip(self, k_format, v_format):
+    cache = filled_cache(k_format, v_format)
+    checkpoint.save(cache, self.path)
+    self.check_equal(checkpoint.restore(self.path), cache)
+    self.assertEqual([p.name for p in self.path.parent.iterdir()], [self.path.name])
+
+  def test_is_a_safetensors_file(self):
+    """Read by the format's description alone."""
+    cache = filled_cache()
+    checkpoint.save(cache, self.path)
+    raw = self.path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    self.assertEqual(length % 8, 0)
+    about = {"library": "nvfp4_pallas", "layout": "head_major", "version": "1"}
+    self.assertEqual(header["__metadata__"], about | {"k_format": "nvfp4", "v_format": "nvfp4"})
+    entry = header["v.block_scale"]
+    self.assertEqual((entry["dtype"], entry["shape"]), ("F8_E4M3", [5, 2, 16, 4]))
+    begin, end = (8 + length + offset for offset in entry["data_offsets"])
+    scales = np.asarray(cache.v.block_scale).view(np.uint8)
+    self.assertEqual(raw[begin:end], scales.tobytes())
+
+  def changed(self, **about) -> bytes:
+    checkpoint.save(filled_cache(), self.path)
+    raw = self.path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    header["__metadata__"] |= about
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + raw[8 + length :]
+
+  @parameterized.parameters(
+    ({"version": "2"}, "version must be '1', the file has '2'"),
+    ({"layout": "token_major"}, "layout must be 'head_major', the file has 'token_major'"),
+    ({"library": "another"}, "library must be 'nvfp4_pallas'"),
+    ({"k_format": "int4"}, "k_format must be one of .*'int4'"),
+    ({"k_format": "fp8"}, "k in fp8 must not have block_scale"),
+  )
+  def test_other_files_are_refused(self, about, message):
+    self.path.write_bytes(self.changed(**about))
+    with self.assertRaisesRegex(checkpoint.CheckpointError, message):
+      checkpoint.restore(self.path)
+
+  @parameterized.parameters(0, 5, 100, -1)
+  def test_truncated_files_are_refused(self, length):
+    raw = self.changed()
+    self.path.write_bytes(raw[:length])
+    with self.assertRaisesRegex(checkpoint.CheckpointError, "truncated"):
+      checkpoint.restore(self.path)
+
+  def test_a_file_that_is_none(self):
+    self.path.write_bytes(struct.pack("<Q", 4) + b"abcd")
+    with self.assertRaisesRegex(checkpoint.CheckpointError, "not JSON"):
+      checkpoint.restore(self.path)
+
+  def test_a_failed_save_leaves_the_last_one(self):
+    cache = filled_cache()
+    checkpoint.save(cache, self.path)
+    broken = dataclasses.replace(
+      cache, v=dataclasses.replace(cache.v, data=jnp.zeros((1,), jnp.int32))
+    )
+    with self.assertRaises(KeyError):
+      checkpoint.save(broken, self.path)
+    self.check_equal(checkpoint.restore(self.path), cache)
+
+
+class PagesTest(EqualityTest):
+  @parameterized.parameters(*FORMATS)
+  def test_to_the_host_and_to_other_places(self, k_format, v_format):
+    cache = filled_cache(k_format, v_format)
+    host = checkpoint.fetch_pages(cache, [3, 1])
+    moved = checkpoint.restore_pages(cache, [0, 4], host)
+    for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(cache), strict=True):
+      a, b = np.asarray(a), np.asarray(b)
+      if a.ndim == 1:  # global scales
+        np.testing.assert_array_equal(a, b)
+        continue
+      expected = b.copy()
+      expected[0], expected[4] = b[3], b[1]
+      np.testing.assert_array_equal(a.view(np.uint8), expected.view(np.uint8))
+    self.check_equal(
+      checkpoint.restore_pages(moved, [0, 4], checkpoint.fetch_pages(cache, [0, 4])), cache
+    )
+
+  def test_bad_pages(self):
+    cache = filled_cache()
+    host = checkpoint.fetch_pages(cache, [3, 1])
+    for call, message in (
+      (lambda: checkpoint.fetch_pages(cache, [5]), r"below num_pages = 5, got \[5\]"),
+      (lambda: checkpoint.fetch_pages(cache, [-1, 2]), r"got \[-1\]"),
+      (lambda: checkpoint.restore_pages(cache, [2, 2], host), r"twice, got \[2, 2\]"),
+      (
+        lambda: checkpoint.restore_pages(cache, [2], host),
+        r"k.data must be uint8 \[1, 2, 16, 32\]",
+      ),
+      (lambda: checkpoint.restore_pages(cache, [2, 3], {}), r"must have the arrays .*got \[\]"),
+    ):
+      with self.assertRaisesRegex(ValueError, message):
+        call()
+
+
+if __name__ == "__main__":
+  absltest.main()
