@@ -1,0 +1,30 @@
+"""Caches over devices: a process has one number of them, so that one of eight is started."""
+
+import os
+import subprocess
+import sys
+
+from absl.testing import absltest
+
+from tests.base import TestCase
+from tests.sharded_devices import DEVICES
+
+
+class ShardingTest(TestCase):
+  def test_on_eight_devices(self):
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    environment.pop("TESTBRIDGE_TEST_ONLY", None)
+    ran = subprocess.run(
+      [sys.executable, "-m", "tests.sharded_devices"],
+      env=environment,
+      capture_output=True,
+      text=True,
+      timeout=300,
+    )
+    self.assertEqual(ran.returncode, 0, ran.stdout + ran.stderr)
+    self.assertRegex(ran.stderr, r"Ran 5 tests[\s\S]*OK\n")
+
+
+if __name__ == "__main__":
+  absltest.main()
