@@ -23,6 +23,7 @@ from nvfp4_pallas.kernels import short_attend, tail_layout, whole_attend, wide_l
 from nvfp4_pallas.kernels import tail_mosaic_sm90 as kernel
 from nvfp4_pallas.kernels.tail_mosaic_sm90 import TailConfig
 from nvfp4_pallas.ops import prefill as prefill_op
+from nvfp4_pallas.ops.decode import resolve_decode
 from nvfp4_pallas.ops.request import attention_request
 from nvfp4_pallas.read_paths import AttentionSpec
 from tests import cases, dense_emulation
@@ -466,6 +467,27 @@ class FusedTest(TailTest):
     del config
     return whole_attend.QUERY_ROWS // (built.q.shape[1] // built.cache.num_kv_heads)
 
+  @parameterized.parameters(False, True)
+  def test_many_items_in_one_block(self, reverse):
+    """So many that everybody goes around the item feed several times."""
+    case = variant(SHORT, q_lens=(1,) * 24, kv_lens=(3,) * 24, group=1)
+    built = cases.build(case)
+    out, lse = self.emulate(built, spec_of(built), blocks=1, reverse=reverse)
+    self.check_close(out, lse, built, spec_of(built), self.width_of(built, None))
+
+  def test_query_tiles_far_before_the_first_key(self):
+    self.check(variant(SHORT, q_lens=(200,), kv_lens=(3,)))
+
+  @parameterized.product(window=(64, 100, 128), hidden=(0, 1, 63, 64, 65, 127, 128, 129))
+  def test_what_a_window_hides_of_tiles(self, window, hidden):
+    self.check(variant(SHORT, q_lens=(1,), kv_lens=(window + hidden,)), window=window)
+
+  def test_more_padding_rows_than_blocks(self):
+    built = cases.build(SHORT, padding_rows=40)
+    out, lse = self.emulate(built, spec_of(built))
+    self.check_close(out, lse, built, spec_of(built), self.width_of(built, None))
+    self.assertTrue(np.isneginf(lse[-40:]).all())
+
   def spread_faults(self, expected):
     """Beside the tokens 2 and 3 of the second sequence, which is one query tile."""
     expected[9:15, 2:, 32:48] = True
@@ -498,6 +520,11 @@ class DispatchTest(TestCase):
     ({"group": 65}, "whole", "up to 64 query heads a KV head, got 65"),
     ({"group": 129}, "attention", "up to 128 query heads a KV head, got 129"),
     ({"spec": AttentionSpec("nvfp4_repack", True, 1.0)}, "whole", "not nvfp4_repack"),
+    (
+      {"spec": AttentionSpec("nvfp4_repack", True, 1.0), "max_keys": 2**24},
+      "attention",
+      r"workspace of \d+ bytes, the limit is 17179869184",
+    ),
     ({"head_dim": 64}, "attention", "has head_dim 128, got head_dim 64"),
     ({"v_head_dim": 64}, "attention", "has head_dim 128, got v_head_dim 64"),
     ({"formats": ("nvfp4", "bf16")}, "attention", "K and V in nvfp4, got nvfp4 and bf16"),
@@ -527,6 +554,30 @@ class DispatchTest(TestCase):
       chosen, why = prefill_op.choose_kernel(request)
       self.assertIs(chosen, prefill_op._prefill_attention)
       self.assertRegex(why, "its PTX cannot be interpreted")
+
+  def test_an_out_that_is_too_large(self):
+    built = cases.build(SHORT)
+    spec = AttentionSpec("nvfp4_dequant", True, 1.0)
+    request = attention_request(built.q, built.cache, spec, num_seqs=2)
+    with dispatch.use_target(dispatch.Target("sm_90")):
+      for tokens, runs in ((2**23 - 1, "mosaic_sm90"), (2**23, "xla")):
+        request = dataclasses.replace(request, num_tokens=tokens)
+        for resolve in (prefill_op.resolve_prefill, resolve_decode):
+          self.assertEqual(resolve(request).implementation, runs)
+      with self.assertRaisesRegex(
+        NotImplementedError, "less than 2.32 elements, this one has 4294"
+      ):
+        prefill_op.resolve_prefill(request, "mosaic_sm90")
+
+  def test_reasons_of_both_kernels(self):
+    built = cases.build(SHORT)
+    spec = AttentionSpec("nvfp4_repack", True, 1.0, soft_cap=2000.0)
+    request = attention_request(built.q, built.cache, spec, num_seqs=2)
+    with dispatch.use_target(dispatch.Target("sm_90")):
+      with self.assertRaisesRegex(
+        NotImplementedError, "soft cap loses digits.*; and the kernel has"
+      ):
+        prefill_op.resolve_prefill(request, "mosaic_sm90")
 
   @parameterized.product(
     q_len=(1, 2, 4, 8, 11, 12, 16, 100), num_seqs=(1, 16), path=("nvfp4_dequant", "nvfp4_a4q")

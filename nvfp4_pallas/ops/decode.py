@@ -73,7 +73,7 @@ def decode(
   if num_splits is not None and (not isinstance(num_splits, int) or num_splits < 1):
     raise ValueError(f"num_splits must be a whole number of at least 1, got {num_splits}")
   q, cache, batch, sinks = as_jax(q, cache, batch, sinks)
-  request = attention_request(q, cache, spec, num_splits=num_splits)
+  request = attention_request(q, cache, spec, num_splits=num_splits, max_pages=batch.max_pages)
   resolved = resolve_decode(request, implementation)
   out, lse = resolved.function(q, cache, batch, spec, num_splits, batch_invariant, sinks)
   return out.astype(q.dtype), lse
@@ -182,6 +182,8 @@ def _splits_to_fill_a_gpu(cache: PagedKVCache, batch: RaggedBatch) -> int:
 def _mosaic_sm90_unsupported(request: AttentionRequest) -> str | None:
   from nvfp4_pallas.kernels import attention_mosaic_sm90 as kernel
 
+  if request.too_large:
+    return request.too_large
   return None if choose_kernel(request)[0] is _decode_split_kv else kernel.unsupported(request)
 
 

@@ -21,6 +21,8 @@ from nvfp4_pallas.read_paths import round_q
 ROWS_PER_TILE = 32
 # New tokens of a sequence, on average, up to which the kernel for short queries may run.
 MAX_TAIL = 128
+# Of device memory, for the float16 keys and values of nvfp4_repack.
+MAX_WORKSPACE_BYTES = 16 * 2**30
 
 
 def prefill(
@@ -94,7 +96,14 @@ def prefill(
     if new_kv[0].shape[0] != q.shape[0]:
       raise ValueError(f"new_kv must have q's {q.shape[0]} tokens, got {new_kv[0].shape[0]}")
   q, cache, batch, sinks, new_kv = as_jax(q, cache, batch, sinks, new_kv)
-  request = attention_request(q, cache, spec, new_kv=new_kv is not None, num_seqs=batch.num_seqs)
+  request = attention_request(
+    q,
+    cache,
+    spec,
+    new_kv=new_kv is not None,
+    num_seqs=batch.num_seqs,
+    max_pages=batch.max_pages,
+  )
   resolved = resolve_prefill(request, implementation)
   out, lse = resolved.function(q, cache, batch, spec, new_kv, sinks)
   return out.astype(q.dtype), lse
@@ -120,7 +129,7 @@ def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
     not_tail = f"sequences have more than {MAX_TAIL} new tokens on average"
   if not_tail is None and whole.fills_gpu(request):
     not_tail = "query tiles fill the GPU without cutting their keys"
-  not_whole = whole.unsupported(request)
+  not_whole = whole.unsupported(request) or _workspace_too_large(request)
   if current_target().interpret is not None:
     not_tail = not_whole = "its PTX cannot be interpreted"
   if not_tail is None:
@@ -235,11 +244,29 @@ def _with_sinks(run, q, cache, batch, spec, sinks):
   return attention.add_sinks(state, sinks)
 
 
+def _workspace_too_large(request: AttentionRequest) -> str | None:
+  from nvfp4_pallas.kernels import prefill_mosaic_sm90 as kernel
+
+  if request.spec.read_path != "nvfp4_repack":
+    return None
+  nbytes = kernel.workspace_bytes(request.num_seqs, request.num_kv_heads, request.max_keys)
+  if nbytes <= MAX_WORKSPACE_BYTES:
+    return None
+  return (
+    f"the page table asks for a workspace of {nbytes} bytes, the limit is {MAX_WORKSPACE_BYTES}"
+  )
+
+
 def _mosaic_sm90_unsupported(request: AttentionRequest) -> str | None:
   from nvfp4_pallas.kernels import attention_mosaic_sm90 as kernel
 
-  is_plain = choose_kernel(request)[0] is _prefill_attention
-  return kernel.unsupported(request) if is_plain else None
+  if request.too_large:
+    return request.too_large
+  chosen, why = choose_kernel(request)
+  if chosen is not _prefill_attention:
+    return None
+  why_not = kernel.unsupported(request)
+  return None if why_not is None else f"{why}; and {why_not}"
 
 
 _PREFILL = {

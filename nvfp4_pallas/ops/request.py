@@ -16,7 +16,7 @@ from nvfp4_pallas.read_paths import AttentionSpec
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRequest:
-  """Static facts of one prefill or decode call."""
+  """Static facts of one prefill or decode call; max_keys is what a row of the page table holds."""
 
   spec: AttentionSpec
   formats: tuple[str, str]
@@ -30,6 +30,15 @@ class AttentionRequest:
   num_seqs: int
   new_kv: bool
   num_splits: int | None
+  max_keys: int
+
+  @property
+  def too_large(self) -> str | None:
+    """Why the Hopper kernels, which count the elements of out in 32 bits, cannot run it."""
+    elements = self.num_tokens * self.num_kv_heads * self.group * self.v_head_dim
+    if elements < 2**32:
+      return None
+    return f"the kernels write an out of less than 2^32 elements, this one has {elements}"
 
 
 def attention_request(
@@ -39,6 +48,7 @@ def attention_request(
   new_kv: bool = False,
   num_splits: int | None = None,
   num_seqs: int | None = None,
+  max_pages: int = 0,
 ) -> AttentionRequest:
   return AttentionRequest(
     spec=spec,
@@ -53,6 +63,7 @@ def attention_request(
     num_seqs=q.shape[0] if num_seqs is None else num_seqs,  # decode: a token each
     new_kv=new_kv,
     num_splits=num_splits,
+    max_keys=max_pages * cache.page_size,
   )
 
 
