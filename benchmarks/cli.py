@@ -4,6 +4,7 @@ python3 -m benchmarks            every read path on small shapes and on real act
                                  errors and bytes; needs no GPU, takes about a minute
 python3 -m benchmarks aot        compiles every kernel for a GPU that need not be here
 python3 -m benchmarks gpu        times, then checks the kernels on the GPU of this machine
+python3 -m benchmarks plan       how many pages, tokens and sequences fit on a device
 python3 -m benchmarks results    the committed measurements, and which of them are stale
 python3 -m benchmarks rates      cycles of the instructions that kernels are made of, on a GPU
 """
@@ -42,6 +43,12 @@ def _rates(argv):
   return rates.main(argv)
 
 
+def _plan(argv):
+  from benchmarks import plan
+
+  return plan.main(argv)
+
+
 def _results(argv):
   from benchmarks import committed
 
@@ -52,6 +59,7 @@ _COMMANDS = {
   "small": _small,
   "aot": _aot,
   "gpu": _gpu,
+  "plan": _plan,
   "results": _results,
   "rates": _rates,
 }

@@ -1,0 +1,156 @@
+"""`python3 -m benchmarks plan`: how many pages, tokens and sequences fit on each device.
+
+    python3 -m benchmarks plan --layers 32 --kv-heads 8 --head-dim 128 --memory-gib 141 \
+      --weights-gib 16 --tensor 1 --kv-len 8192
+
+The bytes are those of the arrays that PagedKVCache.create would allocate, found without allocating.
+KV heads are divided over the tensor axis, a sequence's pages over the context axis; the data axis
+multiplies sequences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import jax
+
+from nvfp4_pallas import PagedKVCache
+from nvfp4_pallas.cache import PAGE_SIZES
+
+FORMATS = (("bf16", "bf16"), ("fp8", "fp8"), ("fp8", "nvfp4"), ("nvfp4", "nvfp4"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """What has a cache, and how it is spread.
+
+  Attributes:
+    layers, kv_heads, head_dim, v_head_dim: of the model.
+    page_size: tokens of a page.
+    tensor, context, data: sizes of the mesh axes.
+  """
+
+  layers: int
+  kv_heads: int
+  head_dim: int
+  v_head_dim: int
+  page_size: int
+  tensor: int = 1
+  context: int = 1
+  data: int = 1
+
+  def __post_init__(self):
+    if self.kv_heads % self.tensor:
+      raise ValueError(f"tensor must divide kv_heads, got {self.tensor} and {self.kv_heads}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """Of one pair of formats.
+
+  Attributes:
+    pages: of each layer, on each device.
+    cache_bytes: of a device, all layers, as allocated.
+    tokens: on all devices together, if every page is full.
+    sequences: of the wanted length, on all devices together.
+  """
+
+  k_format: str
+  v_format: str
+  pages: int
+  cache_bytes: int
+  tokens: int
+  sequences: int
+
+
+def cache_bytes(model: Model, num_pages: int, k_format: str, v_format: str) -> int:
+  """What a device's caches of all layers take, from the arrays' own shapes."""
+
+  def create():
+    return PagedKVCache.create(
+      num_pages=num_pages,
+      page_size=model.page_size,
+      num_kv_heads=model.kv_heads // model.tensor,
+      head_dim=model.head_dim,
+      v_head_dim=model.v_head_dim,
+      k_format=k_format,
+      v_format=v_format,
+    )
+
+  arrays = jax.tree.leaves(jax.eval_shape(create))
+  return model.layers * sum(a.size * a.dtype.itemsize for a in arrays)
+
+
+def plan(model: Model, budget: int, kv_len: int, k_format: str, v_format: str) -> Plan:
+  """The most pages whose caches stay within `budget` bytes of a device.
+
+  Args:
+    kv_len: tokens of a sequence. On each device of the context axis it takes whole pages.
+  """
+  one, two = (cache_bytes(model, n, k_format, v_format) for n in (1, 2))
+  a_page = two - one
+  pages = max(0, (budget - (one - a_page)) // a_page)
+  used = cache_bytes(model, pages, k_format, v_format) if pages else 0
+  pages_of_sequence = -(-kv_len // (model.page_size * model.context))
+  return Plan(
+    k_format,
+    v_format,
+    pages,
+    used,
+    tokens=pages * model.page_size * model.context * model.data,
+    sequences=pages // pages_of_sequence * model.data,
+  )
+
+
+def lines(model: Model, budget: int, kv_len: int) -> list[str]:
+  head = (
+    f"{'K, V':14}{'pages a device':>16}{'GiB a device':>14}{'tokens in all':>16}"
+    f"{f'sequences of {kv_len:,}':>22}"
+  )
+  rows = [plan(model, budget, kv_len, *formats) for formats in FORMATS]
+  return [
+    f"{model.layers} layers, {model.kv_heads} KV heads of {model.head_dim}, pages of "
+    f"{model.page_size}; tensor {model.tensor}, context {model.context}, data {model.data}; "
+    f"{budget / 2**30:.1f} GiB a device for caches",
+    head,
+    "-" * len(head),
+    *(
+      f"{row.k_format + ', ' + row.v_format:14}{row.pages:>16,}{row.cache_bytes / 2**30:>14.2f}"
+      f"{row.tokens:>16,}{row.sequences:>22,}"
+      for row in rows
+    ),
+  ]
+
+
+def main(argv: list[str]) -> int:
+  parser = argparse.ArgumentParser(prog="python3 -m benchmarks plan", description=__doc__)
+  add = parser.add_argument
+  add("--layers", type=int, default=32)
+  add("--kv-heads", type=int, default=8)
+  add("--head-dim", type=int, default=128)
+  add("--v-head-dim", type=int, help="where it is another than K's")
+  add("--page-size", type=int, default=64, choices=PAGE_SIZES)
+  add("--memory-gib", type=float, default=141.0, help="of a device")
+  add("--weights-gib", type=float, default=16.0, help="of a device, and what else is not the cache")
+  add("--kv-len", type=int, default=8192, help="tokens of a sequence")
+  for axis in ("tensor", "context", "data"):
+    add(f"--{axis}", type=int, default=1, help=f"devices of the {axis} axis")
+  o = parser.parse_args(argv)
+  budget = int((o.memory_gib - o.weights_gib) * 2**30)
+  try:
+    model = Model(
+      layers=o.layers,
+      kv_heads=o.kv_heads,
+      head_dim=o.head_dim,
+      v_head_dim=o.v_head_dim or o.head_dim,
+      page_size=o.page_size,
+      tensor=o.tensor,
+      context=o.context,
+      data=o.data,
+    )
+    printed = lines(model, budget, o.kv_len)
+  except ValueError as error:
+    parser.error(str(error))
+  print("\n".join(printed))
+  return 0

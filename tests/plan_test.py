@@ -1,0 +1,65 @@
+"""What fits on a device, against what create allocates."""
+
+import dataclasses
+
+import jax
+from absl.testing import absltest, parameterized
+
+import nvfp4_pallas as nv
+from benchmarks import plan
+from benchmarks.plan import Model
+from tests.base import TestCase
+
+SMALL = Model(layers=3, kv_heads=4, head_dim=64, v_head_dim=128, page_size=16, tensor=2)
+
+
+def allocated(model: Model, pages: int, k_format: str, v_format: str) -> int:
+  cache = nv.PagedKVCache.create(
+    num_pages=pages,
+    page_size=model.page_size,
+    num_kv_heads=model.kv_heads // model.tensor,
+    head_dim=model.head_dim,
+    v_head_dim=model.v_head_dim,
+    k_format=k_format,
+    v_format=v_format,
+  )
+  return model.layers * sum(a.nbytes for a in jax.tree.leaves(cache))
+
+
+class PlanTest(TestCase):
+  @parameterized.parameters(*plan.FORMATS)
+  def test_equals_what_is_allocated_to_the_byte(self, *formats):
+    for pages in (1, 7):
+      budget = allocated(SMALL, pages, *formats)
+      for spare, expected in ((0, pages), (-1, pages - 1)):
+        found = plan.plan(SMALL, budget + spare, 100, *formats)
+        self.assertEqual(found.pages, expected)
+        if expected:
+          self.assertEqual(found.cache_bytes, allocated(SMALL, expected, *formats))
+
+  def test_tokens_and_sequences(self):
+    """100 tokens are 7 pages of 16, and 4 on each of two devices."""
+    budget = allocated(SMALL, 23, "nvfp4", "nvfp4")
+    found = plan.plan(SMALL, budget, 100, "nvfp4", "nvfp4")
+    self.assertEqual((found.pages, found.tokens, found.sequences), (23, 23 * 16, 3))
+    spread = dataclasses.replace(SMALL, context=2, data=3)
+    found = plan.plan(spread, budget, 100, "nvfp4", "nvfp4")
+    self.assertEqual((found.pages, found.tokens, found.sequences), (23, 23 * 16 * 6, 5 * 3))
+
+  def test_nvfp4_holds_as_many_as_its_bytes_say(self):
+    model = Model(layers=32, kv_heads=8, head_dim=128, v_head_dim=128, page_size=64)
+    of = {f: plan.plan(model, 2**36, 8192, f, f).tokens for f in ("bf16", "fp8", "nvfp4")}
+    self.assertAlmostEqual(of["nvfp4"] / of["bf16"], 32 / 9, delta=1e-3)
+    self.assertAlmostEqual(of["nvfp4"] / of["fp8"], 16 / 9, delta=1e-3)
+
+  def test_heads_that_do_not_divide(self):
+    with self.assertRaisesRegex(ValueError, "tensor must divide kv_heads, got 3 and 4"):
+      dataclasses.replace(SMALL, tensor=3)
+
+  def test_table_fits_a_terminal(self):
+    for line in plan.lines(SMALL, 2**30, 131072):
+      self.assertLessEqual(len(line), 120)
+
+
+if __name__ == "__main__":
+  absltest.main()
