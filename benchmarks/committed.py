@@ -63,7 +63,7 @@ def _line(row: dict, rows: list[dict]) -> str:
     who += " inv."
   share = row.get("floor_fraction")
   data = "" if "global scale" not in row["data"] else f"  g {row['data'].split()[-1]}"
-  of = {name: _ratio(row, rows, **same) for name, same in _PEERS.items()}
+  of = {peer: _ratio(row, rows, peer) for peer in _PEERS}
   return (
     f"{row['phase']:8}{shape:>15}{row['page_size']:>6}  {row['k_format']:7}"
     f"{row['read_path'] or '-':15}{who:12}{row['us_median'] or math.nan:>9.1f}"
@@ -72,24 +72,22 @@ def _line(row: dict, rows: list[dict]) -> str:
   ).rstrip()
 
 
+_SHAPE = ("phase", "batch", "q_len", "kv_len")
+_OPTIONS = ("page_size", "batch_invariant")
 _PEERS = {
-  "fp8": {"implementation": "mosaic_sm90", "k_format": "fp8"},
-  "cudnn": {"implementation": "cudnn"},
+  "fp8": ((*_SHAPE, *_OPTIONS), {"implementation": "mosaic_sm90", "k_format": "fp8"}),
+  "cudnn": (_SHAPE, {"implementation": "cudnn"}),  # it has neither pages nor a choice
 }
 
 
-def _ratio(row: dict, rows: list[dict], **peer) -> str:
-  """Of the row's time to that of a peer at its shape."""
-  same = ("batch", "q_len", "kv_len")
-  phases = {row["phase"], "prefill"} if row["phase"] != "append" else {"append"}
-  for other in rows:
+def _ratio(row: dict, rows: list[dict], peer: str) -> str:
+  """Of an NVFP4 row's time to a peer's for the same work."""
+  same, what = _PEERS[peer]
+  for other in rows if row["k_format"] == "nvfp4" else ():
     if (
-      other is not row
-      and all(other[name] == row[name] for name in same)
-      and all(other[name] == value for name, value in peer.items())
-      and other["phase"] in phases
-      and row["k_format"] == "nvfp4"
-      and is_stale(row) == is_stale(other)
+      all(other.get(name) == row.get(name) for name in same)
+      and all(other[name] == value for name, value in what.items())
+      and is_stale(other) == is_stale(row)
       and row["us_median"]
       and other["us_median"]
     ):

@@ -38,6 +38,13 @@ class CommittedTest(TestCase):
     (ours,) = (line for line in lines if " nvfp4 " in line)
     self.assertEqual(ours.split()[-5:], ["4.0", "50", "%", "0.80", "0.25"])
 
+  def test_no_ratio_to_other_work(self):
+    ours, fp8, *_ = self.rows()
+    for changes in ({"page_size": 16}, {"kv_len": 65}, {"batch_invariant": True}):
+      lines = self.lines([ours, dataclasses.replace(fp8, **changes)])
+      (line,) = (line for line in lines if " nvfp4 " in line)
+      self.assertEqual(line.split()[-2:], ["50", "%"])
+
   def test_stale_rows_say_so(self):
     *_, line, _ = self.lines(self.rows(), stale=True)
     self.assertRegex(line, r" 9\.0 .*STALE$")
