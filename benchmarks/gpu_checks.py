@@ -132,19 +132,9 @@ def check_decode() -> str:
     q, cache, batch = ragged_decode(lens, *formats)
     numerics: dict[str, Any] = {"read_path": read_path, **options}
     run = functools.partial(nv.decode, implementation="mosaic_sm90", **numerics)
-    out, lse = jax.jit(run)(q, cache, batch)
     exact = oracle.attention(q, cache, batch.page_table, batch.kv_lens, batch.cu_q_lens, **numerics)
-    out, lse = (np.asarray(a).astype(np.float64) for a in (out, lse))
-    empty = np.asarray(lens) == 0
-    if out[empty].any() or not np.isneginf(lse[empty]).all():
-      raise AssertionError(f"{numerics}: a free place is not 0 with lse -inf")
-    size = np.linalg.norm(exact.out[~empty], axis=-1)
-    error = np.linalg.norm((out - exact.out)[~empty], axis=-1) / size
-    lse_error = np.abs(lse[~empty] - exact.lse[~empty])
-    # The contract: 5e-3 for the mean, twice that for any row.
-    if not (error.mean() <= 5e-3 and error.max() <= 1e-2 and lse_error.max() <= 1e-3):
-      raise AssertionError(f"{numerics} {formats}: errors {error.max()}, lse {lse_error.max()}")
-    worst = max(worst, error.max())
+    results = jax.jit(run)(q, cache, batch)
+    worst = max(worst, worst_row(f"{numerics} {formats}", results, exact))
   check_decode_bits(*ragged_decode(lens, "nvfp4", "nvfp4"))
   return (
     f"check decode: {len(DECODE)} kernels, worst row {worst:.1e}; 100 times, or alone, same bits"
@@ -167,28 +157,14 @@ TAIL_OPTIONS: tuple[dict[str, Any], ...] = (
 def check_tails() -> str:
   """Every program for short queries, ragged queries over ragged lengths, against float64."""
   lens, q_lens = (5000, 0, 1, 777, 64, 2345), (16, 0, 1, 13, 16, 7)
-  _, cache, decode = ragged_decode(lens, "nvfp4", "nvfp4")
-  starts = np.cumsum([0, *q_lens])
-  shape = starts[-1], 8, cache.k.head_dim
-  q = jnp.asarray(np.random.default_rng(4).standard_normal(shape), jnp.bfloat16)
-  batch = nv.RaggedBatch(decode.page_table, decode.kv_lens, jnp.asarray(starts, jnp.int32))
+  q, cache, batch = ragged_prefill(lens, q_lens)
   worst = 0.0
   for options in TAIL_OPTIONS:
-    numerics = {"read_path": "nvfp4_dequant", "causal": True, "sm_scale": 0.1} | options
-    spec = AttentionSpec(**numerics)
-    exact = oracle.attention(q, cache, batch.page_table, batch.kv_lens, batch.cu_q_lens, **numerics)
-    for config in TAILS:
-      run = jax.jit(functools.partial(tail_mosaic_sm90.attention, spec=spec, config=config))
-      first = run(q, cache, batch)
-      if count_different(run(q, cache, batch), first):
-        raise AssertionError(f"{config} {options}: the same inputs gave other bits")
-      out, lse = (np.asarray(a).astype(np.float64) for a in first)
-      error = np.linalg.norm(out - exact.out, axis=-1) / np.linalg.norm(exact.out, axis=-1)
-      lse_error = np.abs(lse - exact.lse)
-      # The contract: 5e-3 for the mean, twice that for any row.
-      if not (error.mean() <= 5e-3 and error.max() <= 1e-2 and lse_error.max() <= 1e-3):
-        raise AssertionError(f"{config} {options}: errors {error.max()}, lse {lse_error.max()}")
-      worst = max(worst, error.max())
+    runs = {
+      f"{config.engine} {options}": functools.partial(tail_mosaic_sm90.attention, config=config)
+      for config in TAILS
+    }
+    worst = max(worst, worst_of(runs, q, cache, batch, **options))
   return (
     f"check tails: {len(TAILS)} programs, {len(TAIL_OPTIONS)} masks and paths, worst {worst:.1e}"
   )
@@ -196,32 +172,51 @@ def check_tails() -> str:
 
 def check_whole_tiles() -> str:
   """The programs for whole query tiles, with padding rows, against float64."""
-  lens, q_lens = (700, 0, 1, 333), (300, 0, 1, 100)
+  q, cache, batch = ragged_prefill((700, 0, 1, 333), (300, 0, 1, 100), padding_rows=3)
+  worst = 0.0
+  for path in prefill_mosaic_sm90.READ_PATHS:
+    runs = {path: prefill_mosaic_sm90.attention}
+    worst = max(worst, worst_of(runs, q, cache, batch, read_path=path))
+  return f"check whole query tiles: 3 read paths, worst row {worst:.1e}"
+
+
+def ragged_prefill(lens, q_lens, padding_rows: int = 0):
+  """ragged_decode's caches with q_lens new tokens."""
   _, cache, decode = ragged_decode(lens, "nvfp4", "nvfp4")
   starts = np.cumsum([0, *q_lens])
-  shape = starts[-1] + 3, 8, cache.k.head_dim
+  shape = starts[-1] + padding_rows, 8, cache.k.head_dim
   q = jnp.asarray(np.random.default_rng(4).standard_normal(shape), jnp.bfloat16)
-  batch = nv.RaggedBatch(decode.page_table, decode.kv_lens, jnp.asarray(starts, jnp.int32))
+  starts = jnp.asarray(starts, jnp.int32)
+  return q, cache, nv.RaggedBatch(decode.page_table, decode.kv_lens, starts)
+
+
+def worst_of(runs, q, cache, batch, **options) -> float:
+  """The worst row of kernels (by name, functions that take a spec), each run twice."""
+  numerics = {"read_path": "nvfp4_dequant", "causal": True, "sm_scale": 0.1} | options
+  exact = oracle.attention(q, cache, batch.page_table, batch.kv_lens, batch.cu_q_lens, **numerics)
   worst = 0.0
-  for path in ("nvfp4_repack", "nvfp4_dequant", "nvfp4_a4q"):
-    numerics = {"read_path": path, "causal": True, "sm_scale": 0.1}
-    spec = AttentionSpec(**numerics)
-    exact = oracle.attention(q, cache, batch.page_table, batch.kv_lens, batch.cu_q_lens, **numerics)
-    run = jax.jit(functools.partial(prefill_mosaic_sm90.attention, spec=spec))
-    first = run(q, cache, batch)
-    if count_different(run(q, cache, batch), first):
-      raise AssertionError(f"{path}: the same inputs gave other bits")
-    out, lse = (np.asarray(a).astype(np.float64) for a in first)
-    sees = np.isfinite(exact.lse)
-    if out[~sees].any() or not np.isneginf(lse[~sees]).all():
-      raise AssertionError(f"{path}: a row that sees nothing is not 0 with lse -inf")
-    size = np.linalg.norm(exact.out[sees], axis=-1)
-    error = np.linalg.norm((out - exact.out)[sees], axis=-1) / size
-    # The contract: 5e-3 for the mean, twice that for any row.
-    if not (error.mean() <= 5e-3 and error.max() <= 1e-2):
-      raise AssertionError(f"{path}: errors {error.max()}")
-    worst = max(worst, error.max())
-  return f"check whole query tiles: 3 read paths, worst row {worst:.1e}"
+  for name, run in runs.items():
+    run = jax.jit(functools.partial(run, spec=AttentionSpec(**numerics)))
+    results = run(q, cache, batch)
+    if count_different(run(q, cache, batch), results):
+      raise AssertionError(f"{name}: the same inputs gave other bits")
+    worst = max(worst, worst_row(name, results, exact))
+  return worst
+
+
+def worst_row(name: str, results, exact: oracle.Attention) -> float:
+  """The largest relative error of a row; raises where one breaks the contract."""
+  out, lse = (np.asarray(a).astype(np.float64) for a in results)
+  sees = np.isfinite(exact.lse)
+  if out[~sees].any() or not np.isneginf(lse[~sees]).all():
+    raise AssertionError(f"{name}: a row that sees nothing is not 0 with lse -inf")
+  size = np.linalg.norm(exact.out[sees], axis=-1)
+  error = np.linalg.norm((out - exact.out)[sees], axis=-1) / size
+  lse_error = np.abs(lse[sees] - exact.lse[sees])
+  # The contract: 5e-3 for the mean, twice that for any row.
+  if not (error.mean() <= 5e-3 and error.max() <= 1e-2 and lse_error.max() <= 1e-3):
+    raise AssertionError(f"{name}: errors {error.max()}, lse {lse_error.max()}")
+  return float(error.max())
 
 
 def check_decode_bits(q, cache, batch) -> None:
