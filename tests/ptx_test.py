@@ -827,6 +827,12 @@ def swizzled(b, format_):
   return out
 
 
+def result_fragments(x):
+  """A warp's 16 rows of a result, as its lanes have them."""
+  rows, columns = np.moveaxis(fragment_places("c"), -1, 0)
+  return np.concatenate([x[rows, columns + 8 * j] for j in range(x.shape[1] // 8)], 1)
+
+
 class WgmmaTest(TestCase):
   def program(self, n, change=None, format_="bf16"):
     """y = x + a b, in two products, with B copied to shared memory by plain stores."""
@@ -891,14 +897,10 @@ class WgmmaTest(TestCase):
     inputs = {
       "a": words.transpose(0, 3, 1, 2),
       "b": swizzled(b, format_),
-      "x": np.concatenate([self.fragments(x[16 * w : 16 * w + 16]) for w in range(4)]),
+      "x": np.concatenate([result_fragments(x[16 * w : 16 * w + 16]) for w in range(4)]),
     }
     want = x + a.astype(np.float32) @ b[:, :32].T.astype(np.float32)
     return Memory(inputs, {"y": of_type((THREADS, n // 2), np.float32)}), want
-
-  def fragments(self, x):
-    rows, columns = np.moveaxis(fragment_places("c"), -1, 0)
-    return np.concatenate([x[rows, columns + 8 * j] for j in range(x.shape[1] // 8)], 1)
 
   @parameterized.product(n=(8, 40, 64), format_=("bf16", "f16"), reverse=(True, False))
   def test_product(self, n, format_, reverse):
@@ -906,7 +908,7 @@ class WgmmaTest(TestCase):
     run(self.program(n, format_=format_), memory, smem_bytes=128 * n, reverse=reverse)
     got = memory.array("y").reshape(4, 32, n // 2)
     for w in range(4):
-      np.testing.assert_array_equal(got[w], self.fragments(want[16 * w : 16 * w + 16]))
+      np.testing.assert_array_equal(got[w], result_fragments(want[16 * w : 16 * w + 16]))
 
   def test_sums_in_flight_are_poison(self):
     p, (memory, _) = self.program(16, "early"), self.memory(16)
@@ -972,7 +974,7 @@ class SharedWgmmaTest(TestCase):
     got, want = self.multiply(**signs)
     for warp in range(4):
       of_warp = want[16 * warp : 16 * warp + 16].astype(np.float32)
-      expected = WgmmaTest.fragments(None, of_warp) * np.prod([*signs.values()])
+      expected = result_fragments(of_warp) * np.prod([*signs.values()])
       np.testing.assert_array_equal(got[warp], expected)
 
   @parameterized.parameters(0, 64 * 128, 64 * 128 + 32 * 128)

@@ -78,7 +78,12 @@ def _readable(arrays, cache, spec: AttentionSpec) -> dict[str, np.ndarray]:
 
 
 def bounds(
-  exact: oracle.Attention, built: Built, spec: AttentionSpec, out_dtype, width: int
+  exact: oracle.Attention,
+  built: Built,
+  spec: AttentionSpec,
+  out_dtype,
+  width: int,
+  least_top: float,
 ) -> tuple[np.ndarray, np.ndarray]:
   """How far (out, lse) of the kernel may be from `exact`; u = 2^-24.
 
@@ -93,10 +98,11 @@ def bounds(
   The weights of pieces come from their lse in log2, rounded twice: 4 u |lse|. Sums over keys: n u;
   the rest, of O and of the sum: new references, rcp, two factors, the join's: 16 u.
   P is rounded to float16, by 2^-11 of itself or, among subnormals, by 2^-25. The largest weight of
-  a row and piece is 2^LATER_P or more, as that was of the tile which set the reference; so that is
-  2^-29 of the largest. The sum it is divided by is not rounded.
+  a row and piece is 2^least_top or more (2^LATER_P, as that was of the tile which set the
+  reference, or 2^P_EXPONENT against a running maximum); so that is 2^(-25 - least_top) of the
+  largest. The sum it is divided by is not rounded.
   lse is log2(total) - reference: lg2 is wrong by 2^-22 of itself, and total lies between
-  2^LATER_P and 2^15 n.
+  2^4 and 2^15 n.
   """
   delta = exact.delta + 2.0**-39 * _reach_of_tiles(exact, built, spec, width)
   if spec.soft_cap is not None:
@@ -104,7 +110,7 @@ def bounds(
   size = np.where(np.isfinite(exact.lse), np.abs(exact.lse), 0)
   sums = (exact.keys + 32) * U + 4 * U * size
   relative = 2 * delta + sums + 2.0**-11
-  out = relative[..., None] * exact.spread + 2.0**-29 * exact.magnitude
+  out = relative[..., None] * exact.spread + 2.0 ** (-25 - least_top) * exact.magnitude
   stored = OUT_UNIT[jnp.dtype(out_dtype).name]
   out = out * (1 + stored) + stored * np.abs(exact.out)
   if out_dtype == jnp.float16:
