@@ -105,42 +105,40 @@ def attention(cache, read_path, *, tokens, seqs, group=4, **options):
   return partial(kernel.attention, spec=spec, **options), (q, cache, batch)
 
 
-def decode(cache, read_path, *, group=4, seqs=64, batch_invariant=False, **numerics):
+def queries(cache, seqs, q_len, group, max_pages):
+  """(q, cache, batch) of sequences of equal lengths."""
   from nvfp4_pallas import RaggedBatch
+
+  q = S((seqs * q_len, cache.num_kv_heads * group, cache.k.head_dim), jnp.bfloat16)
+  table, *lengths = (S(n, jnp.int32) for n in ((seqs, max_pages), (seqs,), (seqs + 1,)))
+  return q, cache, RaggedBatch(table, *lengths)
+
+
+def decode(cache, read_path, *, group=4, seqs=64, batch_invariant=False, **numerics):
   from nvfp4_pallas.kernels import decode_mosaic_sm90 as kernel
   from nvfp4_pallas.read_paths import AttentionSpec
 
   spec = AttentionSpec(read_path, causal=True, sm_scale=0.1, **numerics)
-  q = S((seqs, cache.num_kv_heads * group, cache.k.head_dim), jnp.bfloat16)
-  lengths = S((seqs,), jnp.int32), S((seqs + 1,), jnp.int32)
-  batch = RaggedBatch(S((seqs, 128), jnp.int32), *lengths)
-  return partial(kernel.decode, spec=spec, batch_invariant=batch_invariant), (q, cache, batch)
+  arguments = queries(cache, seqs, 1, group, max_pages=128)
+  return partial(kernel.decode, spec=spec, batch_invariant=batch_invariant), arguments
 
 
 def tail(cache, read_path, *, q_len=16, seqs=16, group=4, config=None, **numerics):
-  from nvfp4_pallas import RaggedBatch
   from nvfp4_pallas.kernels import tail_mosaic_sm90 as kernel
   from nvfp4_pallas.read_paths import AttentionSpec
 
   spec = AttentionSpec(read_path, **{"causal": True, "sm_scale": 0.1} | numerics)
-  tokens = seqs * q_len
-  q = S((tokens, cache.num_kv_heads * group, cache.k.head_dim), jnp.bfloat16)
-  lengths = S((seqs,), jnp.int32), S((seqs + 1,), jnp.int32)
-  batch = RaggedBatch(S((seqs, 256), jnp.int32), *lengths)
-  return partial(kernel.attention, spec=spec, config=config), (q, cache, batch)
+  arguments = queries(cache, seqs, q_len, group, max_pages=256)
+  return partial(kernel.attention, spec=spec, config=config), arguments
 
 
 def whole(cache, read_path, *, q_len=8192, seqs=1, group=4, **numerics):
-  from nvfp4_pallas import RaggedBatch
   from nvfp4_pallas.kernels import prefill_mosaic_sm90 as kernel
   from nvfp4_pallas.read_paths import AttentionSpec
 
   spec = AttentionSpec(read_path, **{"causal": True, "sm_scale": 0.1} | numerics)
-  tokens = seqs * q_len
-  q = S((tokens, cache.num_kv_heads * group, cache.k.head_dim), jnp.bfloat16)
-  lengths = S((seqs,), jnp.int32), S((seqs + 1,), jnp.int32)
-  batch = RaggedBatch(S((seqs, q_len // cache.page_size), jnp.int32), *lengths)
-  return partial(kernel.attention, spec=spec), (q, cache, batch)
+  arguments = queries(cache, seqs, q_len, group, max_pages=q_len // cache.page_size)
+  return partial(kernel.attention, spec=spec), arguments
 
 
 def masked_tail(**options):
