@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -213,9 +214,8 @@ def attention_times(
     read_path=variant.read_path,
     **q_quantisation(variant.read_path, variant.q_levels),
     batch_invariant=batch_invariant if q_len == 1 else None,
-    bytes=nbytes,
+    **attention_speed(attention_flops(shape), nbytes, copy_rate, times),
     bytes_per_token=cache.bytes_per_token,
-    floor_us=attention_floor(shape, nbytes, copy_rate),
     workspace_bytes=workspace(variant.read_path, batch, kv_len),
     reason=resolved.reason,
   )
@@ -227,11 +227,25 @@ def workspace(read_path: str, batch: int, kv_len: int) -> int | None:
   return prefill_mosaic_sm90.workspace_bytes(batch, HEADS, kv_len)
 
 
-def attention_floor(shape: tuple[int, int, int], nbytes: int, copy_rate: float) -> float:
-  """Microseconds that moving the bytes or multiplying takes, whichever is more."""
+def attention_flops(shape: tuple[int, int, int]) -> float:
+  """Of both products, over the keys that each query sees."""
   batch, q_len, kv_len = shape
-  flops = 4 * DIM * HEADS * GROUP * batch * q_len * (kv_len - (q_len - 1) / 2)
-  return 1e6 * max(nbytes / copy_rate, flops / BF16_FLOPS)
+  seen = kv_len - (q_len - 1) / 2  # by a query, on average
+  return 4 * DIM * HEADS * GROUP * batch * q_len * seen
+
+
+def attention_speed(
+  flops: float, nbytes: int, copy_rate: float, times: KernelTimes
+) -> dict[str, Any]:
+  """A row's words for how fast a call could be, and was.
+
+  The floor is what moving the bytes or multiplying takes, whichever is more.
+  """
+  return {
+    "bytes": nbytes,
+    "floor_us": 1e6 * max(nbytes / copy_rate, flops / BF16_FLOPS),
+    "tflops": 1e-6 * flops / statistics.median(times.calls),
+  }
 
 
 def cudnn_times(shape: tuple[int, int, int], copy_rate: float) -> Row:
@@ -261,8 +275,7 @@ def cudnn_times(shape: tuple[int, int, int], copy_rate: float) -> Row:
     v_format="bf16",
     read_path="bf16",
     implementation="cudnn",
-    bytes=nbytes,
-    floor_us=attention_floor(shape, nbytes, copy_rate),
+    **attention_speed(attention_flops(shape), nbytes, copy_rate, times),
   )
 
 

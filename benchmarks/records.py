@@ -20,7 +20,7 @@ class Row:
   """One case. A field that does not apply is None; `us_*` are microseconds of `timer`.
 
   Attributes:
-    phase: pack, unpack, append, prefill, chunk, tail or decode.
+    phase: copy, pack, unpack, append, prefill, chunk, tail, decode or sweep.
     data: gaussian, or the layer of a model.
     batch, q_len, kv_len: sequences, and query and key tokens of each.
     read_path, implementation: the two axes; append and pack have no read path.
@@ -29,8 +29,11 @@ class Row:
     bytes: what a call must move at least; floor_us: that over the copy bandwidth, or FLOPs over
       their rate, whichever is longer.
     floor_fraction: floor_us / us_median, which is 1 at the floor.
+    tflops: of attention: 4 * head_dim FLOPs for each query head and each key that it sees, over
+      us_median, in 1e12 a second.
     batch_invariant: of decode, whether it was asked for.
     workspace_bytes: of device memory, that a call takes beside its results.
+    us_by_kernel: the median of each kernel's time in a call, all its launches summed.
     timer: `trace` is device time of all kernels of a call; `wall` is host time around it.
     kernel_error: mean over rows of relative L2 against float64 on the same decoded bytes.
     format_error: the same against wide inputs.
@@ -61,11 +64,13 @@ class Row:
   bytes: int | None = None
   floor_us: float | None = None
   floor_fraction: float | None = None
+  tflops: float | None = None
   batch_invariant: bool | None = None
   us_median: float | None = None
   us_min: float | None = None
   us_max: float | None = None
   us_count: int | None = None
+  us_by_kernel: dict[str, float] | None = None
   timer: str | None = None
   bytes_per_token: float | None = None
   workspace_bytes: int | None = None

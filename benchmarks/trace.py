@@ -26,6 +26,7 @@ class KernelTimes:
       "us_min": min(self.calls),
       "us_max": max(self.calls),
       "us_count": len(self.calls),
+      "us_by_kernel": self.by_kernel,
       "timer": "trace",
     }
 

@@ -18,7 +18,7 @@ def trace_first(calls, wait=None, warm_up=2):
   """In place of kernel_times: the first call is traced, and takes two microseconds."""
   del wait, warm_up
   jax.eval_shape(calls[0])
-  return KernelTimes(names=("a", "b"), calls=(1.5, 2.0, 2.5), by_kernel={"a": 2.0})
+  return KernelTimes(names=("a", "b"), calls=(1.5, 2.0, 2.5), by_kernel={"a": 0.5, "b": 1.5})
 
 
 class TimingsTest(TestCase):
@@ -39,6 +39,8 @@ class TimingsTest(TestCase):
     row = gpu_timings.attention_times("a phase", variant, shape, RATE, page_size=32)
     self.assertEqual(row.us_median, 2.0)
     self.assertEqual(row.floor_us, max(row.bytes / RATE, self.flops(*shape) / 800e12) * 1e6)
+    self.assertAlmostEqual(row.tflops, self.flops(*shape) / 2e-6 / 1e12)
+    self.assertEqual(row.us_by_kernel, {"a": 0.5, "b": 1.5})
     bytes_per_token = {"nvfp4": 2 * 8 * 72, "fp8": 2 * 8 * 128, "bf16": 2 * 8 * 256}[formats[0]]
     self.assertEqual(row.bytes, 2 * 256 * bytes_per_token + 2 * (2 * q_len * 32 * 128 * 2))
     kernel = {1: "split-KV", 3: "for short queries", 200: "for whole query tiles"}[q_len]
@@ -59,6 +61,7 @@ class TimingsTest(TestCase):
     written = {"nvfp4": 72, "fp8": 128, "bf16": 256}[format]
     self.assertEqual(row.bytes, tokens * 8 * 2 * (256 + written))
     self.assertIn(str(scale), row.data)
+    self.assertIsNone(row.tflops)
 
   def test_pack(self):
     row = gpu_timings.pack_times(0.5, RATE)  # unpack_times would have to pack, not only trace
