@@ -1,15 +1,18 @@
 """`python3 -m benchmarks results`: the committed rows of benchmarks/results, as a table.
 
 Rows of other kernel sources than those here are stale: they are counted, and shown with --stale,
-marked. Ratios compare with rows of the same shape and the same run.
+marked. Ratios compare with rows of the same shape and the same run. `g` is the global scale of what
+is appended or packed; --split shows what each kernel of a call costs. Rows of the sweep stand in a
+table of their own: `python3 -m benchmarks paths`.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import pathlib
+from collections.abc import Iterator
 
+from benchmarks import split
 from benchmarks.records import read
 from benchmarks.sources import ROOT, kernel_hash
 
@@ -19,28 +22,46 @@ RESULTS = ROOT / "benchmarks" / "results"
 def main(argv: list[str]) -> int:
   parser = argparse.ArgumentParser(prog="python3 -m benchmarks results", description=__doc__)
   parser.add_argument("--stale", action="store_true", help="also rows of other kernel sources")
+  parser.add_argument(
+    "--split", action="store_true", help="rows of more than one kernel, by kernel"
+  )
   options = parser.parse_args(argv)
-  for line in lines(options.stale):
+  for line in lines(options.stale, split_kernels=options.split):
     print(line)
   return 0
 
 
-def lines(stale: bool, folder: pathlib.Path = RESULTS) -> list[str]:
-  printed = []
+def runs(stale: bool, folder: pathlib.Path = RESULTS) -> Iterator[tuple[str, list[dict]]]:
+  """Of each file what it is, and its rows; the stale ones only if asked for."""
   for path in sorted(folder.glob("*.jsonl")):
     rows = read(path)
     current = [row for row in rows if not is_stale(row)]
-    shown = rows if stale else current
     left = len(rows) - len(current)
     about = rows[0]
-    printed.append(
-      f"{path.name}: {about['device']}, jax {about['jax_version']}, revision "
-      f"{about['git_revision']}, {about['time'][:10]}; {len(current)} current rows, {left} stale"
+    heading = (
+      f"{path.name}: {about['device']}, jax {about['jax_version']}, {about['git_revision']}, "
+      f"{about['time'][:10]}; {len(current)} current rows, {left} stale"
     )
-    if shown:
-      printed += [_HEAD, "-" * len(_HEAD), *(_line(row, rows) for row in shown)]
-    printed.append("")
+    yield heading, rows if stale else current
+
+
+def lines(stale: bool, folder: pathlib.Path = RESULTS, *, split_kernels: bool = False) -> list[str]:
+  printed = []
+  for heading, rows in runs(stale, folder):
+    table = _split_rows(rows) if split_kernels else _rows(rows)
+    printed += [heading, *((_HEAD, "-" * len(_HEAD), *table) if table else ()), ""]
   return printed
+
+
+def _rows(rows: list[dict]) -> list[str]:
+  printed = [_line(row, rows) for row in rows if row["phase"] != "sweep"]
+  swept = len(rows) - len(printed)
+  return printed + [f"and {swept} rows of the sweep: `python3 -m benchmarks paths`"] * (swept > 0)
+
+
+def _split_rows(rows: list[dict]) -> list[str]:
+  apart = (row for row in rows if len(row.get("us_by_kernel") or ()) > 1)
+  return [line for row in apart for line in (_line(row, rows), *split.lines(row))]
 
 
 def is_stale(row: dict) -> bool:
@@ -49,9 +70,10 @@ def is_stale(row: dict) -> bool:
 
 
 _HEAD = (
-  f"{'phase':8}{'b/q/kv':>15}{'page':>6}  {'K, V':7}{'read path':15}{'by':12}{'us':>9}"
-  f"{'of floor':>9}{'x FP8':>7}{'x cuDNN':>8}"
+  f"{'phase':8}{'b/q/kv':>13}{'page':>5} {'K, V':6}{'read path':14}{'by':9}{'us':>8}"
+  f"{'floor':>7}{'TFLOP/s':>8}{'x FP8':>6}{'x cuDNN':>8}"
 )
+_WITH_TFLOPS = ("prefill", "chunk", "tail", "sweep")  # decode waits for the memory
 
 
 def _line(row: dict, rows: list[dict]) -> str:
@@ -61,15 +83,27 @@ def _line(row: dict, rows: list[dict]) -> str:
   who = row["implementation"].replace("mosaic_", "")
   if row.get("batch_invariant"):
     who += " inv."
-  share = row.get("floor_fraction")
-  data = "" if "global scale" not in row["data"] else f"  g {row['data'].split()[-1]}"
+  page = "-" if row["implementation"] == "cudnn" else row["page_size"]
+  us, share = row["us_median"], row.get("floor_fraction")
+  tflops = row.get("tflops") if row["phase"] in _WITH_TFLOPS else None
   of = {peer: _ratio(row, rows, peer) for peer in _PEERS}
   return (
-    f"{row['phase']:8}{shape:>15}{row['page_size']:>6}  {row['k_format']:7}"
-    f"{row['read_path'] or '-':15}{who:12}{row['us_median'] or math.nan:>9.1f}"
-    f"{'' if share is None else f'{100 * share:.0f} %':>9}{of['fp8']:>7}{of['cudnn']:>8}"
-    f"{data}{'  STALE' if is_stale(row) else ''}"
+    f"{row['phase']:8}{shape:>13}{page:>5} {row['k_format']:6}{_what(row):14}{who:9}"
+    f"{'-' if us is None else f'{us:.1f}':>8}{'' if share is None else f'{100 * share:.0f} %':>7}"
+    f"{'' if tflops is None else f'{tflops:.0f}':>8}{of['fp8']:>6}{of['cudnn']:>8}"
+    f"{'  STALE' if is_stale(row) else ''}"
   ).rstrip()
+
+
+def _what(row: dict) -> str:
+  """The read path, with what else tells it from rows of the same."""
+  if row["read_path"] == "nvfp4_a4q":
+    return f"nvfp4_a4q x{row['q_levels']}"
+  if row["read_path"] and row["data"].endswith("no mask"):
+    return f"{row['read_path']}, no mask"
+  if "global scale" in row["data"]:
+    return f"g {row['data'].split()[-1]}"
+  return row["read_path"] or "-"
 
 
 _SHAPE = ("phase", "batch", "q_len", "kv_len")

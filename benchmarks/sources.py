@@ -26,14 +26,15 @@ LAUNCHERS = {
 }
 
 
+def launcher(kernel_name: str) -> str | None:
+  """The module of this package that launches the kernel; None for those of XLA and libraries."""
+  found = (module for prefix, module in LAUNCHERS.items() if kernel_name.startswith(prefix))
+  return next(found, None)
+
+
 def kernel_hash(kernel_names: Iterable[str]) -> str:
   """Of the kernels of this package among them; empty where there is none."""
-  launchers = {
-    module
-    for name in kernel_names
-    for prefix, module in LAUNCHERS.items()
-    if name.startswith(prefix)
-  }
+  launchers = {launcher(name) for name in kernel_names} - {None}
   return _hash(frozenset(launchers)) if launchers else ""
 
 
