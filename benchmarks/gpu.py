@@ -4,7 +4,7 @@ First the timings (gpu_timings.py), the most wanted first: device times by trace
 call summed, over memory that the L2 cache cannot hold, in one run with the device's copy bandwidth.
 Then the checks (gpu_checks.py): packing and appending bit for bit against the definition run on the
 CPU, and attention against float64 on the same bytes. Rows are written as they come, so that a run
-that is cut short leaves what it has.
+that is cut short leaves what it has. The sweep (sweep.py) is long and runs only if asked for.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ import pathlib
 import sys
 import time
 
-from benchmarks import gpu_timings
+from benchmarks import gpu_timings, sweep
 from benchmarks.gpu_checks import CHECKS
 from benchmarks.records import Row, write
 from nvfp4_pallas.dispatch import current_target
+
+GROUPS = gpu_timings.GROUPS | {"sweep": sweep.CASES, "checks": CHECKS}
+BY_DEFAULT = (*gpu_timings.GROUPS, "checks")
 
 
 def main(argv: list[str]) -> int:
   parser = argparse.ArgumentParser(prog="python3 -m benchmarks gpu", description=__doc__)
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/gpu.jsonl"))
   parser.add_argument(
-    "--only", nargs="+", choices=(*gpu_timings.GROUPS, "checks"), help="run these alone"
+    "--only", nargs="+", choices=GROUPS, default=BY_DEFAULT, help="run these alone"
   )
   parser.add_argument("--seconds", type=float, help="start nothing after so many seconds")
   options = parser.parse_args(argv)
@@ -32,13 +35,12 @@ def main(argv: list[str]) -> int:
   if not target.architecture.startswith("sm_"):
     print(f"this needs a GPU, JAX sees only {target.architecture}", file=sys.stderr)
     return 1
-  wanted = options.only or (*gpu_timings.GROUPS, "checks")
   run = _Run(options.seconds)
   copy_rate, copy_row = gpu_timings.copy_bandwidth()
   run.say(f"device copy {copy_rate / 1e9:.0f} GB/s")
   rows = [copy_row]
-  for group in wanted:
-    for case in CHECKS if group == "checks" else gpu_timings.GROUPS[group]:
+  for group in options.only:
+    for case in GROUPS[group]:
       row = run.one(case) if group == "checks" else run.one(case, copy_rate)
       if row is not None:
         rows.append(row)

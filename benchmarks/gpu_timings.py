@@ -34,6 +34,7 @@ CALLS = 12
 
 NVFP4 = Variant("nvfp4_dequant", "nvfp4", "nvfp4")
 REPACK = Variant("nvfp4_repack", "nvfp4", "nvfp4")
+A8Q = Variant("nvfp4_a8q", "nvfp4", "nvfp4")
 A4Q = Variant("nvfp4_a4q", "nvfp4", "nvfp4", 2)
 WIDE = Variant("fp8", "fp8", "fp8"), Variant("bf16", "bf16", "bf16")
 # (batch, q_len, kv_len)
@@ -63,11 +64,12 @@ def copy_bandwidth() -> tuple[float, Row]:
   return nbytes / (statistics.median(times.calls) * 1e-6), row
 
 
-def timed_row(phase: str, times: KernelTimes, **fields) -> Row:
-  """A row of the shapes that all cases share."""
+def timed_row(phase: str, times: KernelTimes | None, **fields) -> Row:
+  """A row of the shapes that all cases share; without `times`, of what cannot run."""
   shared = {"page_size": PAGE_SIZE, "read_path": None, "implementation": "mosaic_sm90"}
   heads = {"num_q_heads": HEADS * GROUP, "num_kv_heads": HEADS, "head_dim": DIM}
-  return Row(phase=phase, **shared | heads | fields, **times.row_fields())
+  seen = {} if times is None else times.row_fields()
+  return Row(phase=phase, **shared | heads | fields, **seen)
 
 
 def bare_row(phase, data, batch, q_len, format, nbytes, floor, times: KernelTimes, **who) -> Row:
@@ -178,8 +180,12 @@ def attention_times(
   *,
   page_size: int = PAGE_SIZE,
   batch_invariant: bool = False,
+  calls: int | None = None,
 ) -> Row:
+  """Of one shape; a row with the reason and no times where the kernels lack the case."""
   batch, q_len, kv_len = shape
+  if calls is None:
+    calls = CALLS if batch * q_len * kv_len < 2**24 else CALLS // 2
   cache, tables = random_cache(variant.k_format, variant.v_format, batch, kv_len, page_size)
   lens = jnp.full((batch,), kv_len, jnp.int32)
   cu_q_lens = jnp.arange(batch + 1, dtype=jnp.int32) * q_len
@@ -188,18 +194,22 @@ def attention_times(
   numerics = {"read_path": variant.read_path, "q_levels": variant.q_levels}
   spec = attention_spec(q[0], causal=True, sm_scale=None, window=None, soft_cap=None, **numerics)
   request = attention_request(q[0], cache, spec, num_seqs=batch)
-  resolved = (resolve_decode if q_len == 1 else resolve_prefill)(request, "mosaic_sm90")
-  operation = nv.prefill
+  operation, resolve = nv.prefill, resolve_prefill
   if q_len == 1:
     operation = functools.partial(nv.decode, batch_invariant=batch_invariant)
+    resolve = resolve_decode
   run = jax.jit(functools.partial(operation, implementation="mosaic_sm90", **numerics))
-  calls = [
-    functools.partial(
-      run, q[i % COPIES], cache, nv.RaggedBatch(tables[i % len(tables)], lens, cu_q_lens)
+  batches = [nv.RaggedBatch(table, lens, cu_q_lens) for table in tables]
+  try:
+    reason = resolve(request, "mosaic_sm90").reason
+    times = kernel_times(
+      [
+        functools.partial(run, q[i % COPIES], cache, batches[i % len(batches)])
+        for i in range(calls)
+      ]
     )
-    for i in range(CALLS if batch * q_len * kv_len < 2**24 else CALLS // 2)
-  ]
-  times = kernel_times(calls)
+  except NotImplementedError as error:
+    times, reason = None, str(error)
   nbytes = int(batch * kv_len * cache.bytes_per_token) + 2 * q[0].nbytes
   return timed_row(
     phase,
@@ -217,7 +227,7 @@ def attention_times(
     **attention_speed(attention_flops(shape), nbytes, copy_rate, times),
     bytes_per_token=cache.bytes_per_token,
     workspace_bytes=workspace(variant.read_path, batch, kv_len),
-    reason=resolved.reason,
+    reason=reason,
   )
 
 
@@ -235,7 +245,7 @@ def attention_flops(shape: tuple[int, int, int]) -> float:
 
 
 def attention_speed(
-  flops: float, nbytes: int, copy_rate: float, times: KernelTimes
+  flops: float, nbytes: int, copy_rate: float, times: KernelTimes | None
 ) -> dict[str, Any]:
   """A row's words for how fast a call could be, and was.
 
@@ -244,7 +254,7 @@ def attention_speed(
   return {
     "bytes": nbytes,
     "floor_us": 1e6 * max(nbytes / copy_rate, flops / BF16_FLOPS),
-    "tflops": 1e-6 * flops / statistics.median(times.calls),
+    "tflops": 1e-6 * flops / statistics.median(times.calls) if times else None,
   }
 
 

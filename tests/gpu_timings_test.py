@@ -5,7 +5,7 @@ from unittest import mock
 import jax
 from absl.testing import absltest, parameterized
 
-from benchmarks import gpu_timings
+from benchmarks import gpu, gpu_timings
 from benchmarks.small import Variant
 from benchmarks.trace import KernelTimes
 from nvfp4_pallas.dispatch import Target, use_target
@@ -17,6 +17,7 @@ RATE = 4e12
 def trace_first(calls, wait=None, warm_up=2):
   """In place of kernel_times: the first call is traced, and takes two microseconds."""
   del wait, warm_up
+  trace_first.count = len(calls)
   jax.eval_shape(calls[0])
   return KernelTimes(names=("a", "b"), calls=(1.5, 2.0, 2.5), by_kernel={"a": 0.5, "b": 1.5})
 
@@ -53,6 +54,24 @@ class TimingsTest(TestCase):
     """Two products of 128 columns over the keys that each query sees."""
     seen = sum(kv_len - q_len + 1 + i for i in range(q_len))
     return batch * 32 * seen * 2 * 2 * 128
+
+  @parameterized.parameters(
+    ({}, (1, 2, 64), 12), ({}, (1, 4096, 4096), 6), ({"calls": 5}, (1, 2, 64), 5)
+  )
+  def test_long_cases_have_fewer_calls(self, options, shape, count):
+    gpu_timings.attention_times("a phase", gpu_timings.NVFP4, shape, RATE, **options)
+    self.assertEqual(trace_first.count, count)
+
+  def test_what_no_kernel_runs_has_a_reason_and_no_time(self):
+    lacking = mock.patch.object(
+      gpu_timings, "resolve_prefill", side_effect=NotImplementedError("no such kernel")
+    )
+    with lacking:
+      row = gpu_timings.attention_times("sweep", gpu_timings.A8Q, (2, 3, 64), RATE)
+    self.assertEqual(row.reason, "no such kernel")
+    self.assertEqual((row.us_median, row.tflops, row.kernel_names), (None, None, ()))
+    self.assertEqual((row.read_path, row.batch, row.q_len, row.kv_len), ("nvfp4_a8q", 2, 3, 64))
+    self.assertIn("no such kernel", gpu.describe(row))
 
   @parameterized.product(format=("nvfp4", "fp8", "bf16"), tokens=(1, 64, 128))
   def test_append(self, format, tokens):
