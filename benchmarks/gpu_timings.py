@@ -35,7 +35,7 @@ CALLS = 12
 NVFP4 = Variant("nvfp4_dequant", "nvfp4", "nvfp4")
 REPACK = Variant("nvfp4_repack", "nvfp4", "nvfp4")
 A8Q = Variant("nvfp4_a8q", "nvfp4", "nvfp4")
-A4Q = Variant("nvfp4_a4q", "nvfp4", "nvfp4", 2)
+A4Q = tuple(Variant("nvfp4_a4q", "nvfp4", "nvfp4", levels) for levels in (1, 2))
 WIDE = Variant("fp8", "fp8", "fp8"), Variant("bf16", "bf16", "bf16")
 # (batch, q_len, kv_len)
 DECODE = (
@@ -49,7 +49,8 @@ DECODE = (
 TAILS = (16, 16, 16384), (16, 8, 16384), (1, 16, 16384), (16, 4, 16384), (1, 4, 16384)
 CHUNK = (4, 128, 2048)
 PREFILL = (1, 8192, 8192)
-MORE_PREFILLS = (1, 32768, 32768), (4, 2048, 2048)
+LONG_PREFILL = (1, 32768, 32768)
+PREFILLS = (4, 2048, 2048)
 APPEND_TOKENS = (64, 8192, 1, 512)
 
 
@@ -237,10 +238,10 @@ def workspace(read_path: str, batch: int, kv_len: int) -> int | None:
   return prefill_mosaic_sm90.workspace_bytes(batch, HEADS, kv_len)
 
 
-def attention_flops(shape: tuple[int, int, int]) -> float:
+def attention_flops(shape: tuple[int, int, int], *, causal: bool = True) -> float:
   """Of both products, over the keys that each query sees."""
   batch, q_len, kv_len = shape
-  seen = kv_len - (q_len - 1) / 2  # by a query, on average
+  seen = kv_len - (q_len - 1) / 2 if causal else kv_len  # by a query, on average
   return 4 * DIM * HEADS * GROUP * batch * q_len * seen
 
 
@@ -258,25 +259,30 @@ def attention_speed(
   }
 
 
-def cudnn_times(shape: tuple[int, int, int], copy_rate: float) -> Row:
-  """cuDNN's BF16 attention over contiguous keys, in the same run."""
+def cudnn_times(phase: str, shape: tuple[int, int, int], copy_rate: float) -> Row:
+  """cuDNN's BF16 attention over contiguous keys, in the same run.
+
+  JAX can have it align a causal mask with the first key only, and the queries of a chunk stand at
+  the end of their keys. A bias could say which of them a query sees, but reading it takes time, so
+  a chunk is timed without a mask, and the row says so. One token sees all keys anyway.
+  """
   batch, q_len, kv_len = shape
+  causal = 1 < q_len == kv_len
+  mask = "" if q_len in (1, kv_len) else ", no mask"
   make = lambda key, n, heads: jax.random.normal(key, (batch, n, heads, DIM), jnp.bfloat16)
   tables = max(1, -(-ROTATED_BYTES // (batch * kv_len * HEADS * DIM * 4)))
   keys = jax.random.split(jax.random.key(0), 2 * tables + 1)
   kv = [(make(a, kv_len, HEADS), make(b, kv_len, HEADS)) for a, b in keys[:-1].reshape(-1, 2)]
   q = make(keys[-1], q_len, HEADS * GROUP)
   attend = jax.jit(
-    lambda q, k, v: jax.nn.dot_product_attention(
-      q, k, v, is_causal=q_len > 1, implementation="cudnn"
-    )
+    lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
   )
   times = kernel_times([functools.partial(attend, q, *kv[i % tables]) for i in range(CALLS)])
   nbytes = batch * kv_len * HEADS * DIM * 4 + 2 * q.nbytes
   return timed_row(
-    "decode" if q_len == 1 else "prefill",
+    phase,
     times,
-    data="gaussian, contiguous keys",
+    data=f"gaussian, contiguous keys{mask}",
     batch=batch,
     q_len=q_len,
     kv_len=kv_len,
@@ -285,7 +291,7 @@ def cudnn_times(shape: tuple[int, int, int], copy_rate: float) -> Row:
     v_format="bf16",
     read_path="bf16",
     implementation="cudnn",
-    **attention_speed(attention_flops(shape), nbytes, copy_rate, times),
+    **attention_speed(attention_flops(shape, causal=causal), nbytes, copy_rate, times),
   )
 
 
@@ -295,7 +301,7 @@ GROUPS = {
     *(_case(attention_times, "decode", NVFP4, shape) for shape in DECODE),
     _case(attention_times, "decode", NVFP4, DECODE[0], batch_invariant=True),
     *(_case(attention_times, "decode", v, shape) for v in WIDE for shape in DECODE),
-    *(_case(cudnn_times, shape) for shape in DECODE[:2]),
+    *(_case(cudnn_times, "decode", shape) for shape in DECODE[:2]),
     *(_case(attention_times, "decode", NVFP4, DECODE[1], page_size=size) for size in (16, 32, 128)),
   ),
   "append": tuple(
@@ -308,19 +314,22 @@ GROUPS = {
     *(_case(attention_times, "tail", NVFP4, shape) for shape in TAILS),
     *(_case(attention_times, "tail", NVFP4, TAILS[0], page_size=size) for size in (16, 32, 128)),
   ),
+  # cuDNN right after the fast ones of its shape: a run that is cut short has both to compare.
   "prefill": (
-    *(_case(attention_times, "prefill", v, PREFILL) for v in (REPACK, NVFP4, A4Q)),
-    _case(cudnn_times, PREFILL),
-    *(_case(attention_times, "chunk", v, CHUNK) for v in (REPACK, NVFP4, A4Q)),
-    *(
-      case
-      for shape in MORE_PREFILLS
-      for case in (
-        *(_case(attention_times, "prefill", v, shape) for v in (REPACK, NVFP4)),
-        _case(cudnn_times, shape),
-      )
-    ),
+    *(_case(attention_times, "prefill", v, PREFILL) for v in (REPACK, A8Q, NVFP4)),
+    _case(cudnn_times, "prefill", PREFILL),
+    *(_case(attention_times, "prefill", v, PREFILL) for v in A4Q),
+    *(_case(attention_times, "chunk", v, CHUNK) for v in (REPACK, NVFP4)),
+    _case(cudnn_times, "chunk", CHUNK),
+    _case(attention_times, "chunk", A4Q[1], CHUNK),
+    *(_case(attention_times, "prefill", v, LONG_PREFILL) for v in (REPACK, A8Q, NVFP4)),
+    _case(cudnn_times, "prefill", LONG_PREFILL),
+    *(_case(attention_times, "prefill", v, PREFILLS) for v in (REPACK, NVFP4)),
+    _case(cudnn_times, "prefill", PREFILLS),
+    # The slow ones last.
     *(_case(attention_times, "chunk", v, CHUNK) for v in WIDE),
-    *(_case(attention_times, "prefill", v, PREFILL) for v in WIDE),
+    *(
+      _case(attention_times, "prefill", v, shape) for shape in (PREFILL, LONG_PREFILL) for v in WIDE
+    ),
   ),
 }

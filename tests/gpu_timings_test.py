@@ -1,5 +1,6 @@
 """The timed cases of `python3 -m benchmarks gpu`, traced for a GPU that is not there."""
 
+import itertools
 from unittest import mock
 
 import jax
@@ -85,6 +86,54 @@ class TimingsTest(TestCase):
   def test_pack(self):
     row = gpu_timings.pack_times(0.5, RATE)  # unpack_times would have to pack, not only trace
     self.assertEqual(row.bytes, 64 * 128 * 2 + 64 * 72)
+
+  @parameterized.parameters(
+    ((2, 1, 256), False, "gaussian, contiguous keys", 256),
+    ((2, 256, 256), True, "gaussian, contiguous keys", 128.5),
+    ((2, 64, 256), False, "gaussian, contiguous keys, no mask", 256),
+  )
+  def test_cudnn(self, shape, causal, data, seen):
+    """A mask that cuDNN cannot align is left out, said, and its work counted."""
+    asked = []
+
+    def attend(q, k, v, **options):
+      asked.append(options)
+      return q
+
+    with mock.patch.object(jax.nn, "dot_product_attention", attend):
+      row = gpu_timings.cudnn_times("a phase", shape, RATE)
+    self.assertEqual(asked, [{"is_causal": causal, "implementation": "cudnn"}])
+    self.assertEqual((row.phase, row.data), ("a phase", data))
+    flops = 2 * 32 * shape[1] * seen * 4 * 128
+    self.assertAlmostEqual(row.tflops, flops / 2e-6 / 1e12)
+    self.assertEqual(row.floor_us, max(row.bytes / RATE, flops / 800e12) * 1e6)
+
+  def prefills(self):
+    """(phase, read path and levels or cudnn, shape) in order."""
+    for case in gpu_timings.GROUPS["prefill"]:
+      if case.func is gpu_timings.cudnn_times:
+        yield case.args[0], "cudnn", case.args[1]
+      else:
+        phase, variant, shape = case.args
+        levels = variant.q_levels if variant.read_path == "nvfp4_a4q" else ""
+        yield phase, f"{variant.read_path}{levels}", shape
+
+  def test_prefills(self):
+    """Each shape has its fast read paths, then cuDNN; the slow ones come last."""
+    cases = list(self.prefills())
+    of = lambda phase, shape: [who for p, who, s in cases if (p, s) == (phase, shape)]
+    wide = ["fp8", "bf16"]
+    fast = ["nvfp4_repack", "nvfp4_a8q", "nvfp4_dequant", "cudnn"]
+    a4q = ["nvfp4_a4q1", "nvfp4_a4q2"]
+    self.assertEqual(of("prefill", gpu_timings.PREFILL), [*fast, *a4q, *wide])
+    self.assertEqual(of("prefill", gpu_timings.LONG_PREFILL), [*fast, *wide])
+    without_a8q = [who for who in fast if who != "nvfp4_a8q"]
+    self.assertEqual(of("prefill", gpu_timings.PREFILLS), without_a8q)
+    self.assertEqual(of("chunk", gpu_timings.CHUNK), [*without_a8q, a4q[1], *wide])
+    self.assertEqual([who for _, who, _ in cases[-6:]], wide * 3)
+    for before, (_, who, shape) in itertools.pairwise(cases):
+      if who == "cudnn":
+        self.assertEqual(before[1:], ("nvfp4_dequant", shape))
 
   def test_groups(self):
     """Every bar has its case."""
