@@ -6,6 +6,7 @@ python3 -m benchmarks aot        compiles every kernel for a GPU that need not b
 python3 -m benchmarks gpu        times, then checks the kernels on the GPU of this machine
 python3 -m benchmarks plan       how many pages, tokens and sequences fit on a device
 python3 -m benchmarks results    the committed measurements, and which of them are stale
+python3 -m benchmarks paths      when each read path pays, from the committed rows of the sweep
 python3 -m benchmarks rates      cycles of the instructions that kernels are made of, on a GPU
 """
 
@@ -55,12 +56,19 @@ def _results(argv):
   return committed.main(argv)
 
 
+def _paths(argv):
+  from benchmarks import paths
+
+  return paths.main(argv)
+
+
 _COMMANDS = {
   "small": _small,
   "aot": _aot,
   "gpu": _gpu,
   "plan": _plan,
   "results": _results,
+  "paths": _paths,
   "rates": _rates,
 }
 
