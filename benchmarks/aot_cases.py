@@ -132,13 +132,27 @@ def tail(cache, read_path, *, q_len=16, seqs=16, group=4, config=None, **numeric
   return partial(kernel.attention, spec=spec, config=config), arguments
 
 
-def whole(cache, read_path, *, q_len=8192, seqs=1, group=4, **numerics):
+def whole(cache, read_path, *, ahead=None, q_len=8192, seqs=1, group=4, **numerics):
   from nvfp4_pallas.kernels import prefill_mosaic_sm90 as kernel
   from nvfp4_pallas.read_paths import AttentionSpec
 
   spec = AttentionSpec(read_path, **{"causal": True, "sm_scale": 0.1} | numerics)
   arguments = queries(cache, seqs, q_len, group, max_pages=q_len // cache.page_size)
-  return partial(kernel.attention, spec=spec), arguments
+  if ahead is None:
+    ahead = read_path not in kernel.FUSED_PATHS
+  return partial(kernel.attention, spec=spec, ahead=ahead), arguments
+
+
+def new_rows(*, q_len=2048, seqs=4, group=4, head_dim=HEAD_DIM):
+  """Attention to this step's keys."""
+  from nvfp4_pallas.kernels import prefill_mosaic_sm90 as kernel
+  from nvfp4_pallas.read_paths import AttentionSpec
+
+  cache = abstract_cache(head_dim=head_dim)
+  q, _, batch = queries(cache, seqs, q_len, group, max_pages=q_len // cache.page_size)
+  k = S((len(q), HEADS, head_dim), jnp.bfloat16)
+  attend = partial(kernel.attention_to_rows, spec=AttentionSpec("nvfp4_repack", True, 0.1))
+  return attend, (q, (k, k), batch)
 
 
 def masked_tail(**options):
@@ -313,17 +327,47 @@ CASES = (
   Case("wide/a4q", lambda: tail(abstract_cache(), "nvfp4_a4q", q_levels=2), 128),
   Case("wide/page_16", lambda: tail(abstract_cache(page_size=16), "nvfp4_dequant"), 128),
   Case("wide/page_256", lambda: tail(abstract_cache(page_size=256), "nvfp4_dequant"), 128),
-  # 384 threads have 168 registers each, 512 have 128.
+  # 384 threads have 168 registers each, of which the roles make their own.
   Case("dense/8k", lambda: whole(abstract_cache(), "nvfp4_repack"), 168, max_instructions=3500),
   Case("dense/masks", lambda: masked_whole("nvfp4_repack"), 168),
   Case("dense/not_causal", lambda: whole(abstract_cache(), "nvfp4_repack", causal=False), 168),
   Case("dense/page_16", lambda: whole(abstract_cache(page_size=16), "nvfp4_repack"), 168),
-  Case("fused/8k", lambda: whole(abstract_cache(), "nvfp4_dequant"), 128, max_instructions=3500),
-  Case("fused/masks", lambda: masked_whole("nvfp4_dequant"), 128),
-  Case("fused/not_causal", lambda: whole(abstract_cache(), "nvfp4_dequant", causal=False), 128),
-  Case("fused/group_7", lambda: whole(abstract_cache(), "nvfp4_dequant", group=7, seqs=9), 128),
-  Case("fused/a4q", lambda: whole(abstract_cache(), "nvfp4_a4q", q_levels=2), 128),
-  Case("fused/page_16", lambda: whole(abstract_cache(page_size=16), "nvfp4_dequant"), 128),
+  Case("dense/a8q", lambda: whole(abstract_cache(), "nvfp4_a8q"), 168),
+  Case("dense/a8q_masks", lambda: masked_whole("nvfp4_a8q"), 168),
+  Case("dense/fp8", lambda: whole(abstract_cache("fp8", "fp8"), "fp8"), 168),
+  Case("dense/bf16", lambda: whole(abstract_cache("bf16", "bf16"), "bf16"), 168),
+  Case(
+    "dense/nvfp4_fp8_dims_64_256",
+    lambda: whole(
+      abstract_cache("nvfp4", "fp8", head_dim=64, v_head_dim=256), "nvfp4_repack", group=7
+    ),
+    168,
+  ),
+  Case("dense/dim_64", lambda: whole(abstract_cache(head_dim=64), "nvfp4_repack"), 168),
+  Case("dense/dim_64_a8q", lambda: whole(abstract_cache(head_dim=64), "nvfp4_a8q"), 168),
+  Case("dense/dim_256", lambda: whole(abstract_cache(head_dim=256), "nvfp4_repack"), 168),
+  Case("dense/dim_256_a8q", lambda: whole(abstract_cache(head_dim=256), "nvfp4_a8q"), 168),
+  Case("dense/new_rows", lambda: new_rows(), 168),
+  Case("dense/new_rows_dim_256", lambda: new_rows(head_dim=256), 168),
+  Case("fused/8k", lambda: whole(abstract_cache(), "nvfp4_dequant"), 168, max_instructions=3500),
+  Case("fused/masks", lambda: masked_whole("nvfp4_dequant"), 168),
+  Case("fused/not_causal", lambda: whole(abstract_cache(), "nvfp4_dequant", causal=False), 168),
+  Case("fused/group_7", lambda: whole(abstract_cache(), "nvfp4_dequant", group=7, seqs=9), 168),
+  Case("fused/a4q", lambda: whole(abstract_cache(), "nvfp4_a4q", q_levels=2), 168),
+  Case("fused/a4q_1", lambda: whole(abstract_cache(), "nvfp4_a4q", q_levels=1), 168),
+  Case("fused/page_16", lambda: whole(abstract_cache(page_size=16), "nvfp4_dequant"), 168),
+  Case("fused/dim_64", lambda: whole(abstract_cache(head_dim=64), "nvfp4_dequant"), 168),
+  Case("fused/dim_256", lambda: whole(abstract_cache(head_dim=256), "nvfp4_dequant"), 168),
+  Case(
+    "fused/dim_256_a4q",
+    lambda: whole(abstract_cache(head_dim=256), "nvfp4_a4q", q_levels=2),
+    168,
+  ),
+  Case(
+    "fused/dims_64_256",
+    lambda: whole(abstract_cache(head_dim=64, v_head_dim=256), "nvfp4_dequant"),
+    168,
+  ),
   Case("attention/decode", lambda: split_kv(abstract_cache(), "nvfp4_dequant"), 255),
   Case("attention/prefill", lambda: prefill(abstract_cache(), "nvfp4_dequant"), 255),
   Case("attention/prefill_a4q", lambda: prefill(abstract_cache(), "nvfp4_a4q", q_levels=2), 255),

@@ -90,11 +90,7 @@ def _wgmma(rows: int, left_in_registers: bool = True) -> Callable[[_Case], None]
     case.turn += 1
     wgmma.begin(p)
     for _ in range(4):
-      if left_in_registers:
-        wgmma.multiply(p, acc, case.operands, b, case.yes)
-      else:
-        op = f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.f16.f16"
-        p.emit(op, acc, b, b, case.yes, 1, 1, 0, 0)
+      wgmma.multiply(p, "f16", acc, case.operands if left_in_registers else b, b, case.yes)
     wgmma.commit(p)
     wgmma.wait(p, 1)
 

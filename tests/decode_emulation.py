@@ -45,7 +45,7 @@ def emulate(
   attend, join = kernel.kernels(
     problem, batch.num_seqs, cache.num_kv_heads, batch_invariant, config
   )
-  arrays = jax.jit(kernel.inputs, static_argnums=3)(q, cache, batch, spec)
+  arrays = jax.jit(kernel.inputs)(q, cache, batch)
   arrays = {name: np.asarray(array) for name, array in arrays.items()}
   if config is None:
     config, _ = kernel.choose_config(problem, batch.num_seqs, cache.num_kv_heads, batch_invariant)
@@ -99,7 +99,7 @@ def bounds(
 
   delta, what a score may be wrong by, is oracle.Attention's and:
   - Where K is float16 (all but bf16), so is q, in a unit that brings its largest value M to 2^14 or
-    more: rounded to multiples of 2^-24 at worst, by 2^-39 M, once for each of its operands.
+    more: rounded to multiples of 2^-24 at worst, by 2^-39 M. In A4Q its levels are exact.
   - The soft cap is c - 2 c r with r = 1 / (1 + e). ex2.approx makes e wrong by 2^-22 of itself, the
     sum by u = 2^-24, rcp.approx by 2^-23; these 7 u of r <= 1, the rounding of the two constants
     (3 u c) and of the result (u c) are 18 u c at most.
@@ -107,9 +107,8 @@ def bounds(
   value is 2^14), else to bf16 by 2^-8. The sum it is divided by is not rounded.
   """
   delta = exact.delta
-  if built.cache.k.format != "bf16":
-    operands = spec.q_levels if spec.read_path == "nvfp4_a4q" else 1
-    delta = delta + operands * 2.0**-39 * exact.reach
+  if built.cache.k.format != "bf16" and spec.read_path != "nvfp4_a4q":
+    delta = delta + 2.0**-39 * exact.reach
   if spec.soft_cap is not None:
     delta = delta + 18 * U * spec.soft_cap
   f16 = built.cache.v.format != "bf16"

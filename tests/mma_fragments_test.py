@@ -8,7 +8,6 @@ from absl.testing import absltest, parameterized
 from benchmarks import oracle
 from nvfp4_pallas.kernels.mma_fragments import TOKEN_OF_SLOT, Lane, e2m1_as_f16, fragments
 from nvfp4_pallas.kernels.ptx import Mem, Ptx
-from nvfp4_pallas.kernels.q_operands import Q_EXPONENT, in_order, q_as_f16
 from tests.base import TestCase
 from tests.ptx_emulator import Memory, run
 
@@ -120,79 +119,6 @@ class FragmentsTest(TestCase):
         tokens = SLOTS[[2 * c, 2 * c + 1]] + 8 * half
         want = values[:, tokens][:, :, columns + g * dim // 8].swapaxes(1, 2)
         np.testing.assert_array_equal(got[:, half, lane], want)
-
-
-class QueryTest(TestCase):
-  def run_q(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """q_as_f16 of bits [rows, operands, 64]: float16 of the same shape, and units [rows, 4]."""
-    rows, operands, dim = q.shape
-    p = Ptx(("q", "y", "unit"))
-    lane = Lane.of(p, p.new("r", "mov.u32", "%tid.x"))
-    row = p.program * 8 + lane.g
-    places = [p.mad(row, operands, i) * 4 + lane.c for i in range(operands)]
-    size = dim // 4 * 2
-    loaded = []
-    for place in places:
-      at = p.address(p.pointer("q"), place, size)
-      loaded.append([x for i in range(0, size, 16) for x in p.load("global", Mem(at, i), 4)])
-    packed, unit = q_as_f16(p, loaded)
-    for place, values in zip(places, packed, strict=True):
-      at = p.address(p.pointer("y"), place, size)
-      for i in range(0, size, 16):
-        p.store("global", Mem(at, i), values[i // 4 : i // 4 + 4])
-    p.store("global", Mem(p.address(p.pointer("unit"), row * 4 + lane.c, 4)), [unit])
-    outputs = {"y": words((rows, operands, dim // 2)), "unit": words((rows, 4))}
-    memory = Memory({"q": q}, outputs)
-    run(p, memory, programs=range(rows // 8), threads=WARP)
-    return as_f16(memory.array("y")), memory.array("unit").view(np.float32)
-
-  @parameterized.product(
-    largest=(2.0**-133, 2.0**-127, 2.0**-122, 1.5 * 2.0**-121, 2.0**-100, 1, 1.9921875, 7, 3e38),
-    operands=(1, 2),
-  )
-  def test_all_values(self, largest, operands):
-    """Every bfloat16 value beside the largest one of a row, which is anywhere."""
-    largest = np.float32(largest).astype(ml_dtypes.bfloat16)
-    r = np.random.default_rng(operands)
-    every = np.arange(2**16, dtype=np.uint16)
-    every = every[(every & 0x7FFF) <= largest.view(np.uint16)]
-    rows = -(-len(every) // (8 * 63 * operands)) * 8
-    q = np.resize(r.permutation(every), (rows, operands * 64))
-    at = r.integers(0, q.shape[1], rows)
-    lost = q[np.arange(rows), at].copy()  # by putting the largest value there
-    q[np.arange(rows), at] = largest.view(np.uint16) | r.integers(0, 2, rows) << 15
-    q[:, 0] = np.where(at == 0, q[:, 0], lost)
-    q = q.reshape(rows, operands, 64)
-    got, unit = self.run_q(q)
-    least = Q_EXPONENT + 1 - 127  # the unit and its inverse stay normal numbers
-    exponent = max(int(np.floor(np.log2(float(largest)))), least)
-    np.testing.assert_array_equal(unit, np.float32(2.0 ** (exponent - Q_EXPONENT)))
-    exact = q.view(ml_dtypes.bfloat16).astype(np.float64) / 2.0 ** (exponent - Q_EXPONENT)
-    np.testing.assert_array_equal(got.view(np.uint16), exact.astype(np.float16).view(np.uint16))
-    if exponent > least:
-      self.assertBetween(np.abs(got).max(), 2**14, 255 * 2**7)
-
-  def test_not_finite(self):
-    q = np.zeros((8, 1, 64), ml_dtypes.bfloat16)
-    q[:, 0, 5], q[0, 0, 9], q[1, 0, 9], q[2, 0, 9] = 1, np.nan, np.inf, -np.inf
-    got, _ = self.run_q(q.view(np.uint16))
-    self.assertTrue(np.isnan(got[0, 0, 9]))
-    np.testing.assert_array_equal(got[1:3, 0, 9], [np.inf, -np.inf])
-    self.assertEqual(np.isfinite(got).sum(), got.size - 3)
-
-  @parameterized.parameters("nvfp4", "fp8", "bf16")
-  def test_order(self, format):
-    """Columns come in the order of the keys' pairs."""
-    order = fragments(format, 64).word_pairs()
-    p = Ptx(("x", "y"))
-    thread = p.new("r", "mov.u32", "%tid.x")
-    x = [w for i in range(2) for w in p.load("global", Mem(p.pointer("x"), 16 * i), 4)]
-    for i, pair in enumerate(in_order(p, x, order)):
-      p.store("global", Mem(p.pointer("y"), 4 * i), [pair], when=thread.eq(0))
-    memory = Memory({"x": np.arange(16, dtype=np.uint16)}, {"y": words((8,))})
-    run(p, memory, threads=WARP)
-    want = [[first + i for i in pair] for first in range(0, 16, 2 * len(order)) for pair in order]
-    np.testing.assert_array_equal(memory.array("y").view(np.uint16).reshape(8, 2), want)
 
 
 if __name__ == "__main__":

@@ -364,6 +364,9 @@ for _name, _function, _slow in (
       partial(ufunc, r.f32(a), r.f32(b), r.f32(d)), r.f32(d)
     )
   )
+ops("div.rn.f32")(
+  lambda r, op, d, a, b: _canonical(partial(np.divide, r.f32(a), r.f32(b), r.f32(d)), r.f32(d))
+)
 ops("abs.f32")(lambda r, op, d, a: partial(np.bitwise_and, _B(r, a), 0x7FFFFFFF, _B(r, d)))
 ops("neg.f32")(lambda r, op, d, a: partial(np.bitwise_xor, _B(r, a), 0x80000000, _B(r, d)))
 

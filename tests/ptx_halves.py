@@ -175,3 +175,20 @@ def _to_e4m3(r, op, d, high, low):
 def _from_e4m3(r, op, d, a):
   d, a = r.u16x2(d), r.u16(a)
   return lambda: numbers.FROM_E4M3.take(a.view(np.uint8), None, d, "clip")
+
+
+@ops("cvt.rn.satfinite.e4m3x2.f16x2")
+def _to_e4m3_from_f16(r, op, d, a):
+  d, a = r.u16(d), r.u16x2(a)
+  return lambda: np.copyto(d, numbers.to_e4m3(numbers.F16.take(a)).view(np.uint16))
+
+
+@ops("cvt.f32.f16")
+def _f16_to_f32(r, op, d, a):
+  d, a = r.f32(d), r.u16(a)
+
+  def step():
+    d[...] = numbers.F16.take(a)
+    d.view(np.uint32)[np.isnan(d)] = numbers.F32_NAN
+
+  return step

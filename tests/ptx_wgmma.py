@@ -1,8 +1,8 @@
 """wgmma of emulated PTX programs: products of four warps, with results that arrive when waited for.
 
-bf16 or f16. B lies in shared memory and is given by a descriptor, with the 128-byte swizzle: its
-rows are columns of the product, or with the transposing flag they are k. A is in registers, or lies
-in shared memory with rows that are rows of the product.
+bf16, f16 or e4m3. B lies in shared memory and is given by a descriptor, with the 128-byte swizzle:
+its rows are columns of the product, or with the transposing flag they are k. A is in registers, or
+lies in shared memory with rows that are rows of the product.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from tests.ptx_lanes import fragment
 from tests.ptx_memory import SHARED_BASE
 from tests.ptx_registers import LANE, POISON, PtxError, immediate, uniform
 
-_OP = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(b?f16)\.\2")
+_OP = re.compile(
+  r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)(k16\.f32\.b?f16|k32\.f32\.e4m3)\.(b?f16|e4m3)"
+)
 SWIZZLE_128 = 1
+_E4M3 = numbers.F16.take(numbers.FROM_E4M3)  # of all bits
 
 
 @dataclasses.dataclass
@@ -72,9 +75,14 @@ def make_wgmma(machine, i: Instruction, number: int) -> Callable[[], Wait | None
     left = immediate(i.args[0])
     return lambda: _wait(machine, left)
   match = _OP.fullmatch(i.op)
-  if not match or not 8 <= int(match[1]) <= 256 or int(match[1]) % 8:
+  if (
+    not match
+    or not match[2].endswith("." + match[3])
+    or not 8 <= int(match[1]) <= 256
+    or int(match[1]) % 8
+  ):
     raise NotImplementedError(i.op)
-  type_ = {"bf16": numbers.BF16, "f16": numbers.F16}[match[2]]
+  type_ = {"bf16": numbers.BF16, "f16": numbers.F16, "e4m3": _E4M3}[match[3]]
   return _make_product(machine, i, number, int(match[1]), type_)
 
 
@@ -95,21 +103,24 @@ def _make_product(
   in_shared = isinstance(a, Reg)
   if len(results) != n // 2 or not (in_shared or len(a) == 4):
     raise TypeError(f"{i.op} of {len(results)} results, {len(a)} registers of A")
+  bits = np.uint8 if type_ is _E4M3 else np.uint16
+  k = 32 // bits().itemsize
   if (
-    len(transposed) != 1 + in_shared
+    len(transposed) != (0 if bits is np.uint8 else 1 + in_shared)
     or set(transposed) - {0, 1}
     or in_shared
-    and transposed[0]
+    and any(transposed[:1])
     or {scale_a, scale_b} - {1, -1}
   ):
     raise NotImplementedError(f"{i.op} with {i.args[4:]}")
-  rows_of_k = bool(transposed[-1])
+  rows_of_k = bool(transposed and transposed[-1])
   if block.warps % 4:
     raise PtxError(f"wgmma in a block of {block.warps} warps")
   rows = tuple(r.row(x) for x in results)
   a_rows = [] if in_shared else [r.row(x, "r") for x in a]
   a_descriptor = r.u64(a) if in_shared else None
-  a_index = None if in_shared else fragment(a_rows, (16, 16))
+  a_index = None if in_shared else _fragment(a_rows, k)
+  registers = r.bytes if bits is np.uint8 else r.halves
   target, floats, descriptor = list(rows), r.words.view(np.float32), r.u64(descriptor)
   sign = float(scale_a * scale_b)
   v = np.arange(n // 2)[:, None]
@@ -128,14 +139,14 @@ def _make_product(
     accumulates = uniform(r.pred(keep)) if isinstance(keep, Reg) else immediate(keep) != 0
     _check_registers(machine, target if accumulates else [], a_rows, rows)
     items = descriptor_items(one_value(descriptor), n, rows_of_k)
-    stored = shared.read(machine.warp.index, 16, items).view(np.uint16)
-    b = type_.take(stored.reshape(16, n) if rows_of_k else stored.reshape(n, 16).T)
+    stored = shared.read(machine.warp.index, 16, items).view(bits)
+    b = type_.take(stored.reshape(k, n) if rows_of_k else stored.reshape(n, k).T)
     if a_descriptor is None:
-      left = r.halves.take(a_index)
+      left = registers.take(a_index)
     else:
       of_warp = slice(32 * (machine.warp.index % 4), 32 * (machine.warp.index % 4) + 32)
       of_left = descriptor_items(one_value(a_descriptor), 64)[of_warp]
-      left = shared.read(machine.warp.index, 16, of_left).view(np.uint16).reshape(16, 16)
+      left = shared.read(machine.warp.index, 16, of_left).view(bits).reshape(16, k)
       items = np.concatenate([items, of_left])
     value = (type_.take(left) @ b).take(order) * sign
     if accumulates:
@@ -148,6 +159,15 @@ def _make_product(
     r.words[target] = POISON
 
   return start
+
+
+def _fragment(rows: list[int], k: int) -> np.ndarray:
+  """Where the left operand [16, k] lies in the registers, counted in its values."""
+  if k == 16:
+    return fragment(rows, (16, 16))
+  row, column = np.arange(16)[:, None], np.arange(32)
+  register = np.asarray(rows)[row // 8 + 2 * (column // 16)]
+  return register * 128 + 16 * (row % 8) + column % 16
 
 
 def _check_registers(

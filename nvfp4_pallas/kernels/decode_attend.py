@@ -30,7 +30,7 @@ from nvfp4_pallas.kernels.decode_work import Cut
 from nvfp4_pallas.kernels.mma_fragments import Lane
 from nvfp4_pallas.kernels.page_walk import Pages, PageWalk
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
-from nvfp4_pallas.kernels.q_operands import in_order, load_quarters, q_as_f16
+from nvfp4_pallas.kernels.q_operands import load_quarter, row_operands
 from nvfp4_pallas.kernels.results import LOG2_E, NEG_INF, store_piece, store_result
 from nvfp4_pallas.kernels.softmax import cap
 from nvfp4_pallas.kernels.work_walk import WorkWalk
@@ -174,27 +174,22 @@ class Attend:
     for tile in range(problem.column_tiles):
       # Columns past the group compute the last head again; nobody reads them.
       row = p.minimum(self.lane.g + tile * COLUMNS, problem.group - 1) + heads
-      operands = self._load_row(row, self.lane.c)
-      if problem.keys.operand == "f16":
-        operands, unit = q_as_f16(p, operands)
+      operands, unit = self._load_row(row, self.lane.c)
+      if unit is not None:
         for parity in range(2):
           self.q_units.append(p.from_lane(unit, (self.lane.c * 2 + parity) * 4))
-      self.q.append([in_order(p, words, problem.keys.word_pairs()) for words in operands])
+      self.q.append(operands)
 
   def _pair(self) -> Reg:
     """The (sequence, head)'s number."""
     return self.p.mad(self.work.seq, self.cut.kv_heads, self.work.head)
 
-  def _load_row(self, row: Reg, quarter: Reg) -> list[list[Reg]]:
-    problem = self.problem
-    return load_quarters(
-      self.p,
-      row,
-      quarter,
-      operands=problem.q_operands,
-      dim=problem.keys.head_dim,
-      negate=problem.sm_scale < 0,
-    )
+  def _load_row(self, row: Reg, quarter: Reg) -> tuple[list[list[Reg]], Reg | None]:
+    """A quarter of a row of q as operands, and their unit."""
+    p, keys, problem = self.p, self.problem.keys, self.problem
+    negate = problem.sm_scale < 0
+    words = load_quarter(p, row, quarter, dim=keys.head_dim, negate=negate)
+    return row_operands(p, words, keys.operand, keys.word_pairs(), problem.q_levels)
 
   def _load_scale(self) -> None:
     """c of each column, which brings scores to log2 units; positive, to keep their order.

@@ -18,7 +18,7 @@ class Problem:
   Attributes:
     keys, values: the pools' formats.
     group: query heads of a KV head.
-    q_operands: what is added up to q (levels of A4Q).
+    q_levels: of A4Q, or 0.
     page_size, num_pages, max_pages: of the pools and of the page table's rows.
     sm_scale, window, soft_cap: as in AttentionSpec.
     out_dtype: bfloat16, float16 or float32.
@@ -28,7 +28,7 @@ class Problem:
   keys: Fragments
   values: Fragments
   group: int
-  q_operands: int
+  q_levels: int
   page_size: int
   num_pages: int
   max_pages: int
@@ -37,6 +37,11 @@ class Problem:
   soft_cap: float | None
   out_dtype: str
   width: int = 1
+
+  @property
+  def q_operands(self) -> int:
+    """What is added up to q."""
+    return max(1, self.q_levels)
 
   @property
   def columns(self) -> int:

@@ -25,7 +25,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nvfp4_pallas import format as nvfp4
 from nvfp4_pallas.batch import RaggedBatch
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.kernels import decode_attend, decode_join
@@ -132,7 +131,7 @@ def decode(
     return nothing_seen((*q.shape[:2], cache.v.head_dim), out_dtype)
   problem = problem_of(q, cache, batch, spec, out_dtype)
   attend, join = kernels(problem, batch.num_seqs, cache.num_kv_heads, batch_invariant, config)
-  return attend_and_join(attend, join, inputs(q, cache, batch, spec))
+  return attend_and_join(attend, join, inputs(q, cache, batch))
 
 
 def nothing_seen(shape: tuple[int, ...], out_dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -169,7 +168,7 @@ def problem_of(q, cache: PagedKVCache, batch: RaggedBatch, spec: AttentionSpec, 
     keys=fragments(cache.k.format, cache.k.head_dim),
     values=fragments(cache.v.format, cache.v.head_dim),
     group=q.shape[1] // cache.num_kv_heads,
-    q_operands=spec.q_levels if spec.read_path == "nvfp4_a4q" else 1,
+    q_levels=spec.q_levels if spec.read_path == "nvfp4_a4q" else 0,
     page_size=cache.page_size,
     num_pages=cache.num_pages,
     max_pages=batch.max_pages,
@@ -228,10 +227,10 @@ def kernels(
   return attend, join
 
 
-def inputs(q, cache: PagedKVCache, batch: RaggedBatch, spec: AttentionSpec) -> dict[str, jax.Array]:
+def inputs(q, cache: PagedKVCache, batch: RaggedBatch) -> dict[str, jax.Array]:
   """The arrays of Problem.inputs by name."""
   arrays = {
-    "q": _q_operands(q, spec),
+    "q": q.astype(jnp.bfloat16),
     "table": batch.page_table,
     "kv_lens": batch.kv_lens,
     "k_global": cache.k.global_scale,
@@ -242,14 +241,3 @@ def inputs(q, cache: PagedKVCache, batch: RaggedBatch, spec: AttentionSpec) -> d
     "v_scale": cache.v.block_scale,
   }
   return {name: array for name, array in arrays.items() if array is not None}
-
-
-def _q_operands(q: jax.Array, spec: AttentionSpec) -> jax.Array:
-  """q' as bf16 operands to be added up, [num_seqs, num_q_heads, operands, head_dim]."""
-  q = nvfp4.through(q, jnp.bfloat16) if q.dtype != jnp.bfloat16 else q
-  if spec.read_path != "nvfp4_a4q":
-    return q.astype(jnp.bfloat16)[:, :, None]
-  packed = nvfp4.encode(q.astype(jnp.float32), levels=spec.q_levels)
-  levels = [packed] if packed.residual is None else [packed, packed.residual]
-  wide = [nvfp4.decode_unscaled(level.codes, level.block_scale) for level in levels]
-  return jnp.stack(wide, axis=2).astype(jnp.bfloat16)

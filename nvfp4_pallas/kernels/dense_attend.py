@@ -7,22 +7,31 @@ from __future__ import annotations
 
 from nvfp4_pallas.kernels import copies
 from nvfp4_pallas.kernels.item_walk import ItemWalk
-from nvfp4_pallas.kernels.ptx import Ptx
+from nvfp4_pallas.kernels.ptx import Mem, Ptx
 from nvfp4_pallas.kernels.whole_attend import CONSUMERS, Block
 from nvfp4_pallas.kernels.wide_layout import Dense
 from nvfp4_pallas.kernels.wide_slots import Slots
 
-WARPGROUPS = CONSUMERS + 1
 # Registers of a thread: 504 for one of each warpgroup, as 384 threads have 65536.
 REGISTERS = {"attend": 240, "copy": 24}
 assert CONSUMERS * REGISTERS["attend"] + REGISTERS["copy"] <= 504
 
-POINTERS_IN = ("q", "kv_lens", "cu_q_lens", "k_global", "v_global", "wide", "counter")
+
+def pointers_in(dense: Dense) -> tuple[str, ...]:
+  """What the program reads, beside the counter of item_feed.py."""
+  scales = [name for name, pool in zip(_GLOBAL, dense.pools, strict=True) if pool.has_global_scale]
+  units = ["k_units"] if dense.keys.as_e4m3 else []
+  first = ["first_tiles"] if dense.max_tiles is None else []
+  return "q", "kv_lens", "cu_q_lens", *scales, *units, *first, *_WIDE, "counter"
+
+
+_GLOBAL = "k_global", "v_global"
+_WIDE = "k_wide", "v_wide"
 
 
 def attend(dense: Dense, blocks: int) -> Ptx:
-  """The program; its pointers are POINTERS_IN and whole_attend.POINTERS_OUT."""
-  block = Block(POINTERS_IN, dense, blocks, others=1, readers=1)
+  """The program; its pointers are pointers_in() and whole_attend.POINTERS_OUT."""
+  block = Block(pointers_in(dense), dense, blocks, readers=1)
   p = block.p
   block.begin()
   with p.when(p.role.eq(CONSUMERS)):
@@ -35,17 +44,22 @@ def attend(dense: Dense, blocks: int) -> Ptx:
 
 def _copy(block: Block, dense: Dense) -> None:
   p = block.p
-  feed, work = block.item_feed(), ItemWalk(p, dense)
+  feed, work = block.item_feed(), ItemWalk(p, dense, block.lane)
   pools = [Slots(p, dense, block.smem, pool) for pool in range(2)]
   policy = copies.evict_last(p)
   with p.loop() as items:
     feed.fetch()
     work.find(feed.next(), items)
-    first = p.mad(work.seq, dense.kv_heads, work.head) * dense.max_tiles + work.first_tile
+    if dense.max_tiles is None:
+      at = p.address(p.pointer("first_tiles"), work.seq, 4)
+      (first,) = p.load("global.nc", Mem(at))
+    else:
+      first = work.seq * dense.max_tiles
+    first = p.mad(first + work.first_tile, dense.kv_heads, work.head)
     done = p.u32(0)
     with p.loop() as tiles:
-      for pool, slots in enumerate(pools):
-        source = p.address(p.pointer("wide"), (first + done) * 2 + pool, dense.slot)
+      for name, pool, slots in zip(_WIDE, dense.pools, pools, strict=True):
+        source = p.address(p.pointer(name), p.mad(done, dense.kv_heads, first), pool.nbytes)
         slots.wait_empty()
         slots.copy(source, policy, block.first_lane)
       p.set(done, done + 1)

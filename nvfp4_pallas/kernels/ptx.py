@@ -313,6 +313,13 @@ class Ptx:
     """Two E4M3 in 16 bits as two float16."""
     return self.new("r", "cvt.rn.f16x2.e4m3x2", bytes_)
 
+  def f16_to_f32(self, half: Reg) -> Reg:
+    return self.new("f", "cvt.f32.f16", half)
+
+  def f16_to_e4m3(self, x: Reg) -> Reg:
+    """16 bits of two float16 rounded to E4M3, at most 448, NaN as NaN."""
+    return self.new("h", "cvt.rn.satfinite.e4m3x2.f16x2", x)
+
   def max_f16x2(self, a: Reg, b: Reg) -> Reg:
     """NaN where either is."""
     return self.new("r", "max.NaN.f16x2", a, b)

@@ -5,29 +5,28 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from nvfp4_pallas import format as nvfp4
+from nvfp4_pallas.kernels.encode_ptx import encode_fp8
 from nvfp4_pallas.kernels.ptx import WARPGROUP, Mem, Ptx, Reg
+from nvfp4_pallas.kernels.q_levels import UNIT as LEVELS_UNIT
+from nvfp4_pallas.kernels.q_levels import nvfp4_operands
 from nvfp4_pallas.kernels.query_tile import QueryTile
 
 Q_EXPONENT = 14  # the largest value in a unit is 2^14 or more and below 2^15: float16's upper end
 
 
-def load_quarters(
-  p: Ptx, row: Reg, quarter: Reg, *, operands: int, dim: int, negate: bool
-) -> list[list[Reg]]:
-  """A quarter of the columns of each operand of a row of q, bf16 pairs.
+def load_quarter(p: Ptx, row: Reg, quarter: Reg, *, dim: int, negate: bool) -> list[Reg]:
+  """A quarter of the columns of a row of q, bf16 pairs.
 
   Args:
     negate: where sm_scale is negative, as programs take scores to have the order of their scaled
       ones.
   """
-  loaded, nbytes = [], dim // 4 * 2
-  for operand in range(operands):
-    at = p.address(p.pointer("q"), (row * operands + operand) * 4 + quarter, nbytes)
-    words = []
-    for start in range(0, nbytes, 16):
-      words += p.load("global.nc", Mem(at, start), 4)
-    loaded.append([word ^ "0x80008000" for word in words] if negate else words)
-  return loaded
+  nbytes = dim // 4 * 2
+  at, words = p.address(p.pointer("q"), row * 4 + quarter, nbytes), []
+  for start in range(0, nbytes, 16):
+    words += p.load("global.nc", Mem(at, start), 4)
+  return [word ^ "0x80008000" for word in words] if negate else words
 
 
 def in_order(p: Ptx, words: list[Reg], order: list[tuple[int, int]]) -> list[Reg]:
@@ -44,12 +43,14 @@ def in_order(p: Ptx, words: list[Reg], order: list[tuple[int, int]]) -> list[Reg
   ]
 
 
-def largest_of(p: Ptx, operands: list[list[Reg]]) -> Reg:
-  """The float32 pattern of the largest magnitude in bf16 pairs."""
+def largest_of(p: Ptx, words: list[Reg]) -> Reg:
+  """The float32 pattern of the largest magnitude in a row, of which four lanes have quarters."""
   largest = p.u32(0)
-  for word in (word for words in operands for word in words):
+  for word in words:
     for pattern in (word & 0x7FFF0000, (word << 16) & 0x7FFF0000):
       p.set(largest, p.maximum(largest, pattern))
+  for step in (1, 2):
+    largest = p.maximum(largest, p.shuffle_xor(largest, step))
   return largest
 
 
@@ -80,20 +81,38 @@ def to_f16(p: Ptx, words: list[Reg], factor: Reg) -> list[Reg]:
   return [p.pack("f16", scaled(word << 16), scaled(word & 0xFFFF0000)) for word in words]
 
 
-def q_as_f16(p: Ptx, operands: list[list[Reg]]) -> tuple[list[list[Reg]], Reg]:
-  """A lane's quarter of a row of q, bf16 pairs, as float16 pairs in a unit of the row.
+def row_operands(
+  p: Ptx, words: list[Reg], operand: str, order: list[tuple[int, int]], levels: int
+) -> tuple[list[list[Reg]], Reg | None]:
+  """A lane's quarter of a row of q as operands that add up to it, columns in the order of K's.
 
   Args:
-    operands: what is added up to q; the row's largest value, of all, becomes 2^14 to 2^15.
+    words: load_quarter's.
+    operand: what K's are, "bf16" or "f16".
+    order: Fragments.word_pairs.
+    levels: of A4Q, or 0.
 
   Returns:
-    The operands in the unit, and the unit.
+    The operands, pairs of columns, and their unit: of float16 the row's largest value is 2^14 to
+    2^15. None is 1.
   """
-  largest = largest_of(p, operands)
-  for step in (1, 2):  # over the lanes that have the row
-    largest = p.maximum(largest, p.shuffle_xor(largest, step))
-  inverse, unit = unit_for(p, largest, Q_EXPONENT)
-  return [to_f16(p, words, inverse) for words in operands], unit
+  if levels:
+    return nvfp4_operands(p, words, levels), p.f32(LEVELS_UNIT)
+  if operand == "bf16":
+    return [in_order(p, words, order)], None
+  inverse, unit = unit_for(p, largest_of(p, words), Q_EXPONENT)
+  return [in_order(p, to_f16(p, words, inverse), order)], unit
+
+
+def row_as_e4m3(p: Ptx, words: list[Reg], order: list[tuple[int, int]]) -> tuple[list[Reg], Reg]:
+  """A lane's quarter of a row of q as E4M3, four columns a word, and the row's scale.
+
+  e4m3(fl(q / s)) with s = fl(largest / 448), 1 for a row of zeros: A8Q of read_paths.py.
+  """
+  largest = largest_of(p, words)
+  scale = p.new("f", "div.rn.f32", p.as_f32(largest), nvfp4.E4M3_MAX)
+  scale = p.select(largest.eq(0), 1.0, scale)
+  return encode_fp8(p, in_order(p, words, order), scale), scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,14 +121,16 @@ class Quarter:
 
   Attributes:
     row, c: the quarter c of the columns of a row.
-    operands: its columns, float16 pairs.
+    operands: words of them, in the order of K's columns.
     inside: whether the row is there; None where all threads' are.
+    unit: of the row, where rows have their own.
   """
 
   row: Reg
   c: Reg
   operands: list[list[Reg]]
   inside: Reg | None
+  unit: Reg | None
 
 
 def load_tile(
@@ -117,16 +138,19 @@ def load_tile(
   work: QueryTile,
   *,
   rows: int,
-  operands: int,
   dim: int,
+  operand: str,
+  order: list[tuple[int, int]],
+  levels: int,
   negate: bool,
   largest_of_warps: Callable[[Reg], Reg],
   first_row: Reg | int = 0,
 ) -> tuple[list[Quarter], Reg]:
-  """The thread's part of a query tile as float16 in a unit of the tile, and the unit.
+  """The thread's part of a query tile as operands, and their unit, one for the tile.
 
   Args:
     rows: of the tile; those past its last one repeat it.
+    operand, order, levels: as in row_operands, and "e4m3", with a unit for each row beside.
     first_row: of these.
     largest_of_warps: of a warp's number, all warps' largest.
   """
@@ -135,23 +159,27 @@ def load_tile(
     item = p.thread + start if start else p.thread
     row, c = item >> 2, item & 3
     q_row = work.q_row(work.row_or_last(row + first_row))
-    of_row = load_quarters(p, q_row, c, operands=operands, dim=dim, negate=negate)
-    loaded.append((row, c, of_row, start))
+    inside = None if start + WARPGROUP <= 4 * rows else row < rows
+    loaded.append((row, c, inside, load_quarter(p, q_row, c, dim=dim, negate=negate)))
+  if operand != "f16" or levels:
+    largest_of_warps(p.u32(0))  # the tile before this one has been read
+    quarters = []
+    for row, c, inside, words in loaded:
+      if operand == "e4m3":
+        bytes_, unit = row_as_e4m3(p, words, order)
+        operands = [bytes_]
+      else:
+        operands, unit = row_operands(p, words, operand, order, levels)[0], None
+      quarters.append(Quarter(row, c, operands, inside, unit))
+    return quarters, p.f32(LEVELS_UNIT if levels else 1.0)
   largest = p.u32(0)
-  for _, _, of_row, _ in loaded:
-    of_item = largest_of(p, of_row)
-    for step in (1, 2):  # over the lanes that have the row
-      of_item = p.maximum(of_item, p.shuffle_xor(of_item, step))
+  for _, _, _, words in loaded:
+    of_row = largest_of(p, words)
     # A row that is not finite must not set the unit of the others.
-    p.set(largest, p.maximum(largest, p.select(of_item < 0x7F800000, of_item, 0)))
+    p.set(largest, p.maximum(largest, p.select(of_row < 0x7F800000, of_row, 0)))
   inverse, unit = unit_for(p, largest_of_warps(p.max_lanes(largest)), Q_EXPONENT)
   quarters = [
-    Quarter(
-      row,
-      c,
-      [to_f16(p, words, inverse) for words in of_row],
-      None if start + WARPGROUP <= 4 * rows else row < rows,
-    )
-    for row, c, of_row, start in loaded
+    Quarter(row, c, [in_order(p, to_f16(p, words, inverse), order)], inside, None)
+    for row, c, inside, words in loaded
   ]
   return quarters, unit

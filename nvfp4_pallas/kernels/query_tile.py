@@ -71,6 +71,12 @@ class QueryTile:
     latest = self.position + self.tokens - self._window  # where the last row's window begins
     return partial | latest.above(key)
 
+  # Where it is.
+
+  def pair(self) -> Reg:
+    """The number of the sequence and its KV head."""
+    return self._p.mad(self.seq, self._kv_heads, self.head)
+
   # Where results belong.
 
   def is_row(self, row: Reg) -> Reg:

@@ -19,7 +19,7 @@ def store_result(
 ) -> None:
   """Neighbouring columns, one or an even number, of a row of `out`; with column 0 its `lse`."""
   size = 2 if dtype in _HALVES else 4
-  at = p.address(p.pointer("out"), row * dim + column, size)
+  at = p.address(p.address(p.pointer("out"), row, dim * size), column, size)
   if size == 4:
     _store(p, at, values, when)
   elif len(values) == 1:
@@ -34,7 +34,8 @@ def store_piece(
   p: Ptx, dim: int, row: Reg, column: Reg, values: list[Reg], lse: Reg, when: Reg
 ) -> None:
   """Neighbouring columns of a row of `pieces`; with column 0 its `piece_lse`."""
-  _store(p, p.address(p.pointer("pieces"), row * dim + column, 4), values, when)
+  at = p.address(p.address(p.pointer("pieces"), row, dim * 4), column, 4)
+  _store(p, at, values, when)
   _store(p, p.address(p.pointer("piece_lse"), row, 4), [lse], when & column.eq(0))
 
 

@@ -15,7 +15,6 @@ from nvfp4_pallas.kernels.decode_layout import COLUMNS, THREADS, Problem
 from nvfp4_pallas.kernels.decode_work import Cut
 from nvfp4_pallas.kernels.mma_fragments import NvFp4Fragments
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
-from nvfp4_pallas.kernels.q_operands import in_order, q_as_f16
 from nvfp4_pallas.kernels.query_walk import QueryWalk
 from nvfp4_pallas.kernels.results import NEG_INF, store_piece, store_result
 
@@ -79,11 +78,9 @@ class _Attend(Attend):
       column = self.warp * COLUMNS + self.lane.g
       # Columns past the last one compute it again; nobody reads them.
       row = self.work.q_row(self.work.row_or_last(column))
-      operands = self._load_row(row, self.lane.c)
-      operands, unit = q_as_f16(p, operands)
+      operands, unit = self._load_row(row, self.lane.c)
       p.store("shared", Mem(units + column * 4), [unit], when=self.lane.c.eq(0))
-      for operand, words in enumerate(operands):
-        pairs = in_order(p, words, problem.keys.word_pairs())
+      for operand, pairs in enumerate(operands):
         for step in range(0, len(pairs), 2):
           place = self._q_place(operand, step // 2)
           at = self.q_smem + (self.warp * (self._q_tile_bytes) + self.lane.index * 8)

@@ -32,7 +32,7 @@ from nvfp4_pallas.kernels import copies, wgmma
 from nvfp4_pallas.kernels.decode_work import Cut
 from nvfp4_pallas.kernels.mma_fragments import Lane, NvFp4Fragments, e2m1_as_f16
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
-from nvfp4_pallas.kernels.q_operands import in_order, load_tile
+from nvfp4_pallas.kernels.q_operands import load_tile
 from nvfp4_pallas.kernels.query_walk import QueryWalk
 from nvfp4_pallas.kernels.results import NEG_INF, store_piece, store_result
 from nvfp4_pallas.kernels.softmax import FIRST_P, LATER_P, NO_REFERENCE, cap, factor_of_scores
@@ -132,16 +132,19 @@ class _Attend:
       p,
       self.work,
       rows=tail.rows,
-      operands=tail.q_operands,
       dim=HEAD_DIM,
+      operand=self.keys.operand,
+      order=self.keys.word_pairs(),
+      levels=tail.q_levels,
       negate=tail.sm_scale < 0,
       largest_of_warps=self._largest_of_warps,
     )
     for quarter in quarters:
-      for operand, words in enumerate(quarter.operands):
-        pairs = in_order(p, words, self.keys.word_pairs())
+      for operand, pairs in enumerate(quarter.operands):
         self._store_q_row(operand, quarter.row, quarter.c, pairs, quarter.inside)
-    self.scale = factor_of_scores(p, self.work.head, tail.sm_scale, unit * self.keys.unit)
+    self.scale = factor_of_scores(
+      p, self.keys, self.work.head, tail.sm_scale, unit * self.keys.unit
+    )
     for start in range(0, tail.reference_stride, THREADS):
       place = Mem(self.smem + (self.thread + start) * 4, tail.references)
       real = self.thread + start < tail.reference_stride
@@ -181,7 +184,7 @@ class _Attend:
           part, k_bytes = divmod(i * wgmma.STEP, wgmma.ROW)
           b = wgmma.right(p, low, tail.q_place(operand, part) + k_bytes)
           a = [near[0], far[0], near[1], far[1]]
-          wgmma.multiply(p, scores, a, b, self.no if fresh else self.yes)
+          wgmma.multiply(p, "f16", scores, a, b, self.no if fresh else self.yes)
           fresh = False
     wgmma.commit(p)
 
@@ -391,7 +394,7 @@ class _Attend:
       wgmma.begin(p)
       for product, out in enumerate(self.out):
         i = 2 * product
-        wgmma.multiply(p, out, [near[i], near[i + 1], far[i], far[i + 1]], b, self.yes)
+        wgmma.multiply(p, "f16", out, [near[i], near[i + 1], far[i], far[i + 1]], b, self.yes)
     wgmma.commit(p)
 
   # The end of a segment.

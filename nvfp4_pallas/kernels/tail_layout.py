@@ -25,7 +25,7 @@ class Tail:
   Attributes:
     group: query heads of a KV head.
     width: tokens of a query tile.
-    q_operands: what is added up to q (levels of A4Q).
+    q_levels: of A4Q, or 0.
     page_size, num_pages, max_pages: of the pools and of the page table's rows.
     causal, sm_scale, window, soft_cap: as in AttentionSpec.
     out_dtype: bfloat16, float16 or float32.
@@ -34,7 +34,7 @@ class Tail:
 
   group: int
   width: int
-  q_operands: int
+  q_levels: int
   page_size: int
   num_pages: int
   max_pages: int
@@ -44,6 +44,11 @@ class Tail:
   soft_cap: float | None
   out_dtype: str
   stages: int
+
+  @property
+  def q_operands(self) -> int:
+    """What is added up to q."""
+    return max(1, self.q_levels)
 
   @property
   def rows(self) -> int:

@@ -57,9 +57,10 @@ from nvfp4_pallas.kernels.short_attend import Short
 from nvfp4_pallas.kernels.tail_join import TailJoin
 from nvfp4_pallas.kernels.tail_layout import HEAD_DIM, TILE, Tail
 from nvfp4_pallas.kernels.wide_layout import Teams
+from nvfp4_pallas.kernels.wide_tiles import Tiles
 from nvfp4_pallas.read_paths import AttentionSpec
 
-READ_PATHS = ("nvfp4_dequant", "nvfp4_a4q")
+READ_PATHS = ("nvfp4_dequant", "nvfp4_repack", "nvfp4_a4q")
 SHORT_TILE = 32  # keys
 MAX_ROWS = wide_layout.ROWS
 MOST_ROWS = {
@@ -142,7 +143,7 @@ def attention(
   if 0 in (q.shape[0], batch.num_seqs, batch.max_pages):
     return nothing_seen(q.shape, out_dtype)
   attend, join = kernels(q, cache, batch, spec, out_dtype, config)
-  arrays = inputs(q, cache, batch, spec) | {"cu_q_lens": batch.cu_q_lens}
+  arrays = inputs(q, cache, batch) | {"cu_q_lens": batch.cu_q_lens}
   return attend_and_join(attend, join, arrays)
 
 
@@ -158,7 +159,7 @@ def kernels(
   common = {
     "group": group,
     "width": config.width,
-    "q_operands": spec.q_levels if spec.read_path == "nvfp4_a4q" else 1,
+    "q_levels": spec.q_levels if spec.read_path == "nvfp4_a4q" else 0,
     "page_size": cache.page_size,
     "num_pages": cache.num_pages,
     "max_pages": batch.max_pages,
@@ -247,14 +248,17 @@ def _by_wgmma(cut: Cut, stages: int, common: dict[str, Any]) -> _Program:
 
 
 def _by_teams(cut: Cut, stages: int, common: dict[str, Any]) -> _Program:
+  tiles = Tiles("nvfp4", HEAD_DIM, TILE)
   # Of V one slot has room beside two operands of q.
   wide = Teams(
-    tile=TILE,
-    slots=(2, 3 - common["q_operands"]),
+    keys=tiles,
+    values=tiles,
+    slots=(2, 3 - max(1, common["q_levels"])),
     consumers=1,
     producers=WARPS,
-    q_in_registers=common["q_operands"] == 1,
+    q_in_registers=common["q_levels"] < 2,
     stages=stages,
+    reused=False,
     **common,
   )
   teams = wide_layout.TEAMS
@@ -275,11 +279,6 @@ def unsupported(request: Any) -> str | None:
   """Why the kernel cannot run a request (ops.request.AttentionRequest), or None if it can."""
   if request.spec.read_path not in READ_PATHS:
     return f"the kernel has the read paths {', '.join(READ_PATHS)}, not {request.spec.read_path}"
-  return unsupported_shape(request, MAX_ROWS)
-
-
-def unsupported_shape(request: Any, max_group: int) -> str | None:
-  """What is not the read path of unsupported()."""
   if request.formats != ("nvfp4", "nvfp4"):
     return f"the kernel reads K and V in nvfp4, got {' and '.join(request.formats)}"
   for name, dim in (("head_dim", request.head_dim), ("v_head_dim", request.v_head_dim)):
@@ -287,8 +286,8 @@ def unsupported_shape(request: Any, max_group: int) -> str | None:
       return f"the kernel has head_dim {HEAD_DIM}, got {name} {dim}"
   if request.new_kv:
     return "the kernel reads all keys from the cache, so new_kv must be appended first"
-  if request.group > max_group:
-    return f"the kernel takes up to {max_group} query heads a KV head, got {request.group}"
+  if request.group > MAX_ROWS:
+    return f"the kernel takes up to {MAX_ROWS} query heads a KV head, got {request.group}"
   if request.spec.sm_scale == 0:
     return "the kernel compares scores before it scales them, so sm_scale must not be 0"
   if request.spec.soft_cap is not None and request.spec.soft_cap > MAX_SOFT_CAP:

@@ -1,9 +1,10 @@
 """Products of a warpgroup: the left operand in registers, the right one in shared memory. PTX.
 
-    D [64, columns] += A [64, k] B^T [columns, k]    float16 in, float32 sums, 16 of k at a time
+    D [64, columns] += A [64, k] B^T [columns, k]    float32 sums, 32 bytes of k at a time
 
-A right operand lies K-major from a multiple of ALIGNMENT on: of 64 values of k each column has a
-row of 128 bytes, columns one after the other, and then follow those of the next 64 of k. The
+Operands are "f16", "bf16" or "e4m3", both the same. A right operand lies K-major from a multiple of
+ALIGNMENT on: of 128 bytes of k each column has a row, columns one after the other, and then follow
+those of the next 128 bytes of k. The
 16-byte piece i of row r is at i ^ (r % 8) in it, so that a column of pieces meets all banks.
 
 Source: matrix descriptors and 128-byte swizzling in the PTX ISA's chapter on wgmma.
@@ -13,8 +14,8 @@ from __future__ import annotations
 
 from nvfp4_pallas.kernels.ptx import Ptx, Reg
 
-ROW = 128  # bytes: 64 values of k
-STEP = 32  # bytes: 16 values
+ROW = 128  # bytes of k
+STEP = 32  # bytes of k of a product
 ALIGNMENT = 8 * ROW  # what the swizzle spans
 
 
@@ -41,33 +42,36 @@ def begin(p: Ptx) -> None:
 
 
 def across(low: Reg, part: int) -> Reg:
-  """The low word of the descriptor of an operand whose rows are k, 64 columns in 128 bytes each.
+  """The low word of the descriptor of an operand whose rows are k, 128 bytes of columns in each.
 
   Args:
     low: descriptor()'s.
-    part: bytes from those columns to the next 64.
+    part: bytes from those columns to the next.
   """
   return (low & 0xFFFF) | (part >> 4) << 16
 
 
 def multiply(
-  p: Ptx, acc: list[Reg], a: list[Reg], b: Reg, accumulate: Reg, rows_of_k: bool = False
+  p: Ptx,
+  operand: str,
+  acc: list[Reg],
+  a: list[Reg] | Reg,
+  b: Reg,
+  accumulate: Reg,
+  rows_of_k: bool = False,
 ) -> None:
-  """Starts acc += a b of 16 values of k, or acc = a b; the columns are two to a register of acc.
+  """Starts acc += a b of one STEP, or acc = a b; the columns are two to a register of acc.
 
   Args:
-    rows_of_k: of b, which is across()'s.
+    operand: the type of a and b.
+    a: registers; or a descriptor, of 64 rows that lie in shared memory as right()'s columns do.
+    rows_of_k: of b, which is across()'s; not of e4m3.
   """
-  p.emit(_op(acc), acc, a, b, accumulate, 1, 1, int(rows_of_k))
-
-
-def multiply_shared(p: Ptx, acc: list[Reg], a: Reg, b: Reg, accumulate: Reg) -> None:
-  """The same with the left operand in shared memory, where its 64 rows lie as right()'s columns."""
-  p.emit(_op(acc), acc, a, b, accumulate, 1, 1, 0, 0)
-
-
-def _op(acc: list[Reg]) -> str:
-  return f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}k16.f32.f16.f16"
+  k = STEP if operand == "e4m3" else STEP // 2
+  op = f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}k{k}.f32.{operand}.{operand}"
+  transposed = [0] if isinstance(a, Reg) else []
+  transposed = [] if operand == "e4m3" else [*transposed, int(rows_of_k)]
+  p.emit(op, acc, a, b, accumulate, 1, 1, *transposed)
 
 
 def commit(p: Ptx) -> None:

@@ -1,9 +1,9 @@
 """What the programs that take whole query tiles share: blocks that stay, and who attends. PTX.
 
 A block has CONSUMERS warpgroups that attend (wide_consumer.py), each with 64 rows of a query tile
-of 128, and others that fill the slots of shared memory for both. Blocks take query tile after query
-tile (item_walk.py), and those who fill go ahead while the last one's results are stored. While one
-warpgroup makes P, the other's products run.
+of 128, and another that fills the slots of shared memory for both. Blocks take query tile after
+query tile (item_walk.py), and the one that fills goes ahead while the last one's results are
+stored. While one warpgroup makes P, the other's products run.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from nvfp4_pallas.kernels.item_walk import ItemWalk
 from nvfp4_pallas.kernels.ptx import Mem, Ptx
 from nvfp4_pallas.kernels.results import NEG_INF
 from nvfp4_pallas.kernels.wide_consumer import Consumer
-from nvfp4_pallas.kernels.wide_layout import HEAD_DIM, ROWS, THREADS, WARPS, Whole
+from nvfp4_pallas.kernels.wide_layout import ROWS, THREADS, WARPS, Whole
 
 CONSUMERS = 2
+WARPGROUPS = CONSUMERS + 1
 QUERY_ROWS = CONSUMERS * ROWS
 POINTERS_OUT = ("out", "lse")
 
@@ -24,16 +25,14 @@ POINTERS_OUT = ("out", "lse")
 class Block:
   """A program that is being written: its warps, its barriers, and the warpgroups that attend."""
 
-  def __init__(
-    self, pointers: tuple[str, ...], whole: Whole, blocks: int, others: int, readers: int
-  ):
+  def __init__(self, pointers: tuple[str, ...], whole: Whole, blocks: int, readers: int):
     """
     Args:
       blocks: that stay.
-      others: warpgroups that do not attend; their roles come after CONSUMERS.
-      readers: warps of them that read the item feed.
+      readers: warps that read the item feed, of the warpgroup that does not attend; its role is
+        CONSUMERS.
     """
-    self.p = p = Ptx((*pointers, *POINTERS_OUT), roles=CONSUMERS + others)
+    self.p = p = Ptx((*pointers, *POINTERS_OUT), roles=WARPGROUPS)
     self.whole, self.blocks = whole, blocks
     self.smem = (p.smem + (wgmma.ALIGNMENT - 1)) & ~(wgmma.ALIGNMENT - 1) % 2**32
     self.warp, self.lane = p.from_lane(p.thread >> 5, 0), p.thread & 31
@@ -41,11 +40,10 @@ class Block:
     self.maker = p.role.eq(0) & p.thread.eq(0)
     wide_slots.make_barriers(p, whole, self.smem, self.maker)
     item_feed.make_barriers(p, self._feed, CONSUMERS * WARPS + readers, self.maker)
-    self._roles = CONSUMERS + others
 
   def begin(self) -> None:
     """All barriers are made."""
-    self.p.emit("bar.sync", self._roles, self._roles * THREADS)
+    self.p.emit("bar.sync", WARPGROUPS, WARPGROUPS * THREADS)
 
   def item_feed(self) -> ItemFeed:
     return ItemFeed(self.p, self._feed, self.first_lane, self.blocks)
@@ -58,7 +56,7 @@ class Block:
       consumer = Consumer(
         p, self.whole, self.smem, self.warp, self.lane, index=p.role, pieces=False
       )
-      feed, work = self.item_feed(), ItemWalk(p, self.whole)
+      feed, work = self.item_feed(), ItemWalk(p, self.whole, self.lane)
       with p.loop() as items:
         work.find(feed.next(), items)
         consumer.segment(work)
@@ -68,7 +66,7 @@ class Block:
     """Rows of q past the last sequence: out 0 and lse -inf."""
     p, whole = self.p, self.whole
     heads = whole.kv_heads * whole.group
-    pieces = heads * HEAD_DIM * (4 if whole.out_dtype == "float32" else 2) // 16
+    pieces = heads * whole.values.head_dim * (4 if whole.out_dtype == "float32" else 2) // 16
     thread, threads = p.thread + p.role * THREADS, CONSUMERS * THREADS
     at = p.address(p.pointer("cu_q_lens"), p.u32(whole.num_seqs), 4)
     (end,) = p.load("global.nc", Mem(at))

@@ -2,15 +2,16 @@
 
     S = q K^T    P = exp2(c S + r)    O += P V    c = sm_scale k_global_scale / ln 2
 
-q and P are left operands in registers, K and V lie in the slots that others fill (wide_slots.py),
-as in FlashAttention-3 (arXiv 2407.08608):
+P is a left operand in registers, q in registers or in shared memory, and K and V lie in the slots
+that others fill (wide_slots.py), as in FlashAttention-3 (arXiv 2407.08608):
 
     tensor cores   S of tile i    | O of i - 1, still  |  S of i + 1, O of i   | ...
     warps                         | P of i             |                       | P of i + 1 ...
 
 While P is made, another warpgroup's products run. The exponents of a row are taken against a
-reference (softmax.py) that hardly ever changes, so hardly ever anything is rescaled. float16 has
-full precision down to 2^-14: keys that weigh 2^-18 of the tile's largest have all its digits.
+reference (softmax.py) that hardly ever changes, so hardly ever anything is rescaled. P has the type
+of V. float16 has full precision down to 2^-14: keys that weigh 2^-18 of the tile's largest have all
+its digits.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ import operator
 from typing import Any
 
 from nvfp4_pallas.kernels import wgmma
-from nvfp4_pallas.kernels.mma_fragments import NvFp4Fragments
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
-from nvfp4_pallas.kernels.q_operands import in_order, load_tile
+from nvfp4_pallas.kernels.q_operands import load_tile
 from nvfp4_pallas.kernels.results import NEG_INF, store_piece, store_result
 from nvfp4_pallas.kernels.softmax import (
   FIRST_P,
@@ -32,7 +32,7 @@ from nvfp4_pallas.kernels.softmax import (
   cap,
   factor_of_scores,
 )
-from nvfp4_pallas.kernels.wide_layout import HEAD_DIM, PARTS, ROWS, THREADS, WARPS, Wide
+from nvfp4_pallas.kernels.wide_layout import ROWS, THREADS, WARPS, Wide
 from nvfp4_pallas.kernels.wide_slots import Slots
 
 ROWS_OF_LANE = range(2)  # of the 16 that a warp has of a product: g and g + 8
@@ -61,12 +61,11 @@ class Consumer:
     """
     self.pieces = pieces
     self.p, self.wide = p, wide
-    self.first_row = index * ROWS
+    self.first_row, self.q_units = index * ROWS, smem + (index * (4 * ROWS) + wide.q_units(0))
     self.q_smem = smem + index * wide.q_bytes
     self.reduction = smem + (index * 16 + wide.reduction)
     self.warp, self.g, self.c = warp, lane >> 2, lane & 3
     self.first_lane = lane.eq(0)
-    self.codes = NvFp4Fragments(HEAD_DIM)
     self.keys, self.values = (Slots(p, wide, smem, pool) for pool in range(2))
     yes = p.u32(0)
     self.yes, self.no = yes.eq(0), yes.ne(0)
@@ -79,7 +78,7 @@ class Consumer:
     p, wide = self.p, self.wide
     self.work = work
     self._load_q()
-    self.out = [p.f32(0.0) for _ in range(HEAD_DIM // 2)]
+    self.out = [p.f32(0.0) for _ in range(wide.values.head_dim // 2)]
     self.sums = [p.f32(0.0) for _ in ROWS_OF_LANE]
     self.references = [p.f32(NO_REFERENCE) for _ in ROWS_OF_LANE]
     self.limits = [p.f32(NEG_INF) for _ in ROWS_OF_LANE]
@@ -88,6 +87,7 @@ class Consumer:
     p.emit("fence.proxy.async.shared::cta")
     p.sync(THREADS)
     self.q = self._load_fragments() if wide.q_in_registers else None
+    self.scales = self._scales()
 
     key = p.u32(work.first_tile * self.wide.tile)
     end = key + work.count * self.wide.tile
@@ -122,27 +122,45 @@ class Consumer:
 
   def _load_q(self) -> None:
     """q to shared memory: a left operand that lies as right ones do, columns in K's order."""
-    p, wide = self.p, self.wide
-    quarters, unit = load_tile(
+    p, wide, keys = self.p, self.wide, self.wide.keys
+    quarters, self.unit = load_tile(
       p,
       self.work,
       rows=ROWS,
       first_row=self.first_row,
-      operands=wide.q_operands,
-      dim=HEAD_DIM,
+      dim=keys.head_dim,
+      operand=keys.operand,
+      order=keys.order,
+      levels=wide.q_levels,
       negate=wide.sm_scale < 0,
       largest_of_warps=self._largest_of_warps,
     )
+    nbytes = keys.row_bytes // 4  # of a quarter
     for quarter in quarters:
+      row, first = quarter.row, quarter.c * nbytes
+      part = self.q_smem + (row * wgmma.ROW + (first // wgmma.ROW) * (ROWS * wgmma.ROW))
       for operand, words in enumerate(quarter.operands):
-        pairs = in_order(p, words, self.codes.word_pairs())
-        row, part = quarter.row, self.q_smem + (quarter.c >> 1) * (ROWS * wgmma.ROW)
-        for j in range(4):
-          piece = (quarter.c & 1) * 64 + 16 * j
-          at = part + (row * wgmma.ROW + wgmma.place(row, piece))
-          to = Mem(at, wide.q_place(operand, 0))
-          p.store("shared", to, pairs[4 * j : 4 * j + 4])
-    self.scale = factor_of_scores(p, self.work.head, wide.sm_scale, unit * self.codes.unit)
+        for start in range(0, nbytes, 16):
+          at = part + wgmma.place(row, (first + start) % wgmma.ROW)
+          words_of_piece = words[start // 4 : start // 4 + 4]
+          p.store("shared", Mem(at, wide.q_place(operand, 0)), words_of_piece)
+      if quarter.unit is not None:
+        p.store("shared", Mem(self.q_units + row * 4), [quarter.unit], when=quarter.c.eq(0))
+
+  def _scales(self) -> list[Reg]:
+    """c of the lane's two rows."""
+    p, wide, work = self.p, self.wide, self.work
+    unit, sm_scale = self.unit * wide.keys.unit, wide.sm_scale
+    if not wide.keys.as_e4m3:
+      return [factor_of_scores(p, wide.keys, work.head, sm_scale, unit)] * 2
+    at = p.address(p.pointer("k_units"), work.pair(), 4)
+    (k_unit,) = p.load("global.nc", Mem(at), kind="f")
+    scales = []
+    for half in ROWS_OF_LANE:
+      at = Mem(self.q_units + (self.warp * 16 + self.g) * 4, 32 * half)
+      (q_unit,) = p.load("shared", at, kind="f")
+      scales.append(factor_of_scores(p, wide.keys, work.head, sm_scale, k_unit * q_unit))
+    return scales
 
   def _largest_of_warps(self, of_warp: Reg) -> Reg:
     """Once all warps are here, and so past the last segment's q."""
@@ -159,14 +177,13 @@ class Consumer:
     p, fragments = self.p, []
     row = self.warp * 16 + (p.thread & 15)
     at = self.q_smem + row * wgmma.ROW
-    for part in range(PARTS):
-      for step in range(0, wgmma.ROW, wgmma.STEP):
-        # Its second 16 bytes for the upper lanes.
-        piece = ((row & 7) * 16) ^ ((p.thread & 16) ^ step)
-        four = p.registers("r", 4)
-        where = Mem(at + piece, self.wide.q_place(0, part))
-        p.emit("ldmatrix.sync.aligned.m8n8.x4.shared.b16", four, where)
-        fragments.append(four)
+    for part, step in self.wide.keys.steps:
+      # Its second 16 bytes for the upper lanes.
+      piece = ((row & 7) * 16) ^ ((p.thread & 16) ^ step)
+      four = p.registers("r", 4)
+      where = Mem(at + piece, self.wide.q_place(0, part))
+      p.emit("ldmatrix.sync.aligned.m8n8.x4.shared.b16", four, where)
+      fragments.append(four)
     return fragments
 
   # One tile.
@@ -175,35 +192,34 @@ class Consumer:
     """Starts S of the tile that K's slot holds."""
     p, wide = self.p, self.wide
     q, k = wgmma.descriptor(self.q_smem), wgmma.descriptor(self.keys.address)
+    keys = wide.keys
     wgmma.begin(p)
-    for i in range(HEAD_DIM // 16):
-      part, step = divmod(i * wgmma.STEP, wgmma.ROW)
-      b = wgmma.right(p, k, part * wide.part + step)
-      if self.q is not None:
-        wgmma.multiply(p, self.scores, self.q[i], b, self.yes if i else self.no)
-        continue
+    for i, (part, step) in enumerate(keys.steps):
+      b = wgmma.right(p, k, part * keys.part + step)
       for operand in range(wide.q_operands):
-        a = wgmma.right(p, q, wide.q_place(operand, part) + step)
-        wgmma.multiply_shared(p, self.scores, a, b, self.yes if i or operand else self.no)
+        a = self.q[i] if self.q else wgmma.right(p, q, wide.q_place(operand, part) + step)
+        accumulate = self.yes if i or operand else self.no
+        wgmma.multiply(p, keys.operand, self.scores, a, b, accumulate)
     wgmma.commit(p)
 
   def _multiply_values(self) -> None:
     """Starts O += P V of the tile that V's slot holds."""
-    p = self.p
-    v = wgmma.across(wgmma.descriptor(self.values.address), self.wide.part)
+    p, values = self.p, self.wide.values
+    v = wgmma.across(wgmma.descriptor(self.values.address), values.part)
     wgmma.begin(p)
     for i in range(self.wide.tile // 16):
       b = wgmma.right(p, v, i * 16 * wgmma.ROW)
       a = self.weights[4 * i : 4 * i + 4]
-      wgmma.multiply(p, self.out, a, b, self.yes, rows_of_k=True)
+      wgmma.multiply(p, values.operand, self.out, a, b, self.yes, rows_of_k=True)
     wgmma.commit(p)
 
   def _finish_scores(self, key: Reg) -> None:
     """Scores as they come from the product become those that P is made of."""
     p, soft_cap = self.p, self.wide.soft_cap
     if soft_cap is not None:
-      for x in self.scores:
-        p.set(x, cap(p, x, self.scale, soft_cap))
+      for half, scale in enumerate(self.scales):
+        for x in _flat(self._scores_of(half)):
+          p.set(x, cap(p, x, scale, soft_cap))
     with p.when(self.work.is_partial(key, self.wide.tile)):
       mine = key + self.c * 2
       for half in ROWS_OF_LANE:
@@ -218,10 +234,9 @@ class Consumer:
       self.scores[4 * j + 2 * half : 4 * j + 2 * half + 2] for j in range(self.wide.tile // 8)
     ]
 
-  @property
-  def _factor(self) -> Reg:
-    """What brings scores to log2 units; with a cap they are in them."""
-    return self.scale if self.wide.soft_cap is None else self.p.f32(1.0)
+  def _factor(self, half: int) -> Reg:
+    """What brings scores of a row to log2 units; with a cap they are in them."""
+    return self.scales[half] if self.wide.soft_cap is None else self.p.f32(1.0)
 
   def _tops(self) -> list[Reg]:
     """The lane's largest scores of its rows."""
@@ -229,13 +244,14 @@ class Consumer:
 
   def _set_references(self, tops: list[Reg], largest_p: float) -> None:
     """References of the lane's rows from their largest scores in a tile; O and sums follow."""
-    p, factor = self.p, self._factor
+    p = self.p
     for half, (top, reference) in enumerate(zip(tops, self.references, strict=True)):
+      factor = self._factor(half)
       for step in (1, 2):  # over the lanes that have the row
         top = p.maximum(top, p.shuffle_xor(top, step))
       new = p.minimum(p.fma(top, factor * -1.0, largest_p), reference)
       shrink = p.exp2(new - reference)
-      of_row = [self.out[4 * j + 2 * half + k] for j in range(HEAD_DIM // 8) for k in range(2)]
+      of_row = [self.out[4 * j + 2 * half + k] for j in range(len(self.out) // 4) for k in range(2)]
       for x in (self.sums[half], *of_row):
         p.set(x, x * shrink)
       p.set(reference, new)
@@ -243,29 +259,30 @@ class Consumer:
 
   def _make_weights(self) -> None:
     """P of the tile, and its sums. Waits for O of the tile before, which reads the last P."""
-    p, factor = self.p, self._factor
+    p = self.p
     tops = self._tops()
     above = [top > limit for top, limit in zip(tops, self.limits, strict=True)]
     with p.when(p.any_lane(functools.reduce(operator.or_, above))):
       wgmma.wait(p, 0)
       self._set_references(tops, LATER_P)
     for half, (reference, total) in enumerate(zip(self.references, self.sums, strict=True)):
-      scores = _flat(self._scores_of(half))
+      scores, factor = _flat(self._scores_of(half)), self._factor(half)
       for x in scores:
         p.set(x, p.exp2(p.fma(x, factor, reference)))
       p.set(total, total + _sum(scores))
     wgmma.wait(p, 0)
     for half in ROWS_OF_LANE:
       for j, (x, y) in enumerate(self._scores_of(half)):
-        p.emit("cvt.rn.f16x2.f32", self.weights[2 * j + half], y, x)
+        p.emit(f"cvt.rn.{self.wide.values.operand}x2.f32", self.weights[2 * j + half], y, x)
 
   # The end of a segment.
 
   def _finish(self) -> None:
-    p = self.p
-    at = p.address(p.pointer("v_global"), self.work.head, 4)
-    (v_global,) = p.load("global.nc", Mem(at), kind="f")
-    out_scale = v_global * self.codes.unit
+    p, values, dim = self.p, self.wide.values, self.wide.values.head_dim
+    out_scale = p.f32(values.unit)
+    if values.has_global_scale:
+      at = p.address(p.pointer("v_global"), self.work.head, 4)
+      out_scale = p.load("global.nc", Mem(at), kind="f")[0] * values.unit
     slot = self.work.tell_pieces(p.thread) if self.pieces else None
     for half in ROWS_OF_LANE:
       total = self.sums[half]
@@ -278,24 +295,30 @@ class Consumer:
       real = self.work.is_row(row)
       whole = real if slot is None else real & self.work.is_whole
       out_row = self.work.q_row(self.work.row_or_last(row))
-      for first in range(0, HEAD_DIM // 8, 4):
-        values = [x * factor for x in self._columns(first, half)]
+      for first in range(0, dim // 8, 4):
+        columns = [x * factor for x in self._columns(first, half)]
         column = (self.c + first) * 8
-        store_result(p, self.wide.out_dtype, HEAD_DIM, out_row, column, values, lse, whole)
+        store_result(p, self.wide.out_dtype, dim, out_row, column, columns, lse, whole)
         if slot is not None:
           piece = real & ~self.work.is_whole
-          store_piece(p, HEAD_DIM, slot * ROWS + row, column, values, lse, piece)
+          store_piece(p, dim, slot * ROWS + row, column, columns, lse, piece)
 
   def _columns(self, first: int, half: int) -> list[Reg]:
     """Eight neighbouring columns of the lane's row, from 8 (first + c) on.
 
-    Of each eight columns the lane c has c and c + 4, so four lanes exchange those of four eights.
+    Of each eight columns in V's order the lane c has those at 2 c and 2 c + 1, so four lanes
+    exchange those of four eights.
     """
-    columns = []
+    of_side = []
     for k in range(2):
       of_eights = [self.out[4 * (first + i) + 2 * half + k] for i in range(4)]
-      columns += _transpose(self.p, of_eights, self.c)
-    return columns
+      of_side.append(_transpose(self.p, of_eights, self.c))
+    in_tile = [of_side[place % 2][place // 2] for place in range(8)]
+    order = self.wide.values.order
+    columns = [
+      start + column for start in range(0, 8, 2 * len(order)) for pair in order for column in pair
+    ]
+    return [in_tile[columns.index(column)] for column in range(8)]
 
 
 def _flat(pairs: list[list[Reg]]) -> list[Reg]:

@@ -1,9 +1,8 @@
-"""Shared memory of the programs that multiply wide tiles (static).
+"""Shared memory of the programs that multiply wide tiles (wide_tiles.py), static.
 
-A wide tile is K or V of `tile` keys as float16, as wgmma reads it (wgmma.py): rows are keys, in
-PARTS of 64 columns. `Wide` is what programs that attend to such tiles share; `Teams` is for
-wide_attend.py, whose query tiles may be cut, `Fused` and `Dense` for fused_attend.py and
-dense_attend.py, which take whole ones.
+`Wide` is what programs that attend to such tiles share; `Teams` is for wide_attend.py, whose query
+tiles may be cut, `Fused` and `Dense` are for fused_attend.py and dense_attend.py, which take whole
+ones.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from __future__ import annotations
 import dataclasses
 
 from nvfp4_pallas.kernels import item_feed, wgmma
+from nvfp4_pallas.kernels.wide_tiles import Tiles
 
-HEAD_DIM = 128
-PARTS = HEAD_DIM * 2 // wgmma.ROW
 THREADS = 128  # of a warpgroup
 WARPS = 4
 ROWS = 64  # of q, that a warpgroup attends with
+SMEM_BYTES = 227 * 1024  # of a multiprocessor, for one block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,44 +23,50 @@ class Wide:
   """What is computed, and where what all such programs have lies, in a block's or a team's memory.
 
   Attributes:
+    keys, values: the tiles.
     group: query heads of a KV head.
     width: tokens of a query tile.
-    q_operands: what is added up to q (levels of A4Q).
+    q_levels: of A4Q, or 0.
     causal, sm_scale, window, soft_cap: as in AttentionSpec.
     out_dtype: bfloat16, float16 or float32.
-    tile: keys.
     slots: of wide tiles, (of K, of V).
     consumers: warpgroups that attend.
     producers: arrivals that make a slot full.
-    q_in_registers: of one operand of q, 32; they spare shared memory a third of products' reads.
+    q_in_registers: where q is one operand; it spares shared memory a third of products' reads.
   """
 
+  keys: Tiles
+  values: Tiles
   group: int
   width: int
-  q_operands: int
+  q_levels: int
   causal: bool
   sm_scale: float
   window: int | None
   soft_cap: float | None
   out_dtype: str
-  tile: int
   slots: tuple[int, int]
   consumers: int
   producers: int
   q_in_registers: bool
 
   @property
-  def part(self) -> int:
-    """Bytes of a tile's 64 columns."""
-    return self.tile * wgmma.ROW
+  def tile(self) -> int:
+    """Keys of one."""
+    return self.keys.keys
 
   @property
-  def slot(self) -> int:
-    return PARTS * self.part
+  def pools(self) -> tuple[Tiles, Tiles]:
+    return self.keys, self.values
+
+  @property
+  def q_operands(self) -> int:
+    """What is added up to q."""
+    return max(1, self.q_levels)
 
   def q_place(self, operand: int, part: int) -> int:
-    """64 columns of q's rows, from where a consumer's q begins."""
-    return (operand * PARTS + part) * ROWS * wgmma.ROW
+    """A part of q's rows, from where a consumer's q begins."""
+    return (operand * self.keys.parts + part) * ROWS * wgmma.ROW
 
   @property
   def q_bytes(self) -> int:
@@ -72,86 +77,103 @@ class Wide:
 
   def slots_of(self, pool: int) -> int:
     """Of K, 0, or of V, 1."""
-    return self.consumers * self.q_bytes + pool * self.slots[0] * self.slot
+    return self.consumers * self.q_bytes + pool * self.slots[0] * self.keys.nbytes
 
   @property
   def reduction(self) -> int:
     """Of each consumer a number of each warp, 16 bytes."""
-    return self.slots_of(1) + self.slots[1] * self.slot
+    return self.slots_of(1) + self.slots[1] * self.values.nbytes
 
   def barriers(self, pool: int, empty: bool) -> int:
     """Of the slots of K or V: whether one is full, or empty again."""
     before = pool * 2 * self.slots[0] + empty * self.slots[pool]
     return self.reduction + 16 * self.consumers + 8 * before
 
+  def q_units(self, consumer: int) -> int:
+    """Of a consumer's rows, where they have a scale each."""
+    return self.barriers(1, True) + 8 * self.slots[1] + 4 * ROWS * consumer
+
   @property
   def end(self) -> int:
-    return self.barriers(1, True) + 8 * self.slots[1]
+    return self.q_units(self.consumers if self.keys.as_e4m3 else 0)
 
 
 def aligned(nbytes: int, unit: int = wgmma.ALIGNMENT) -> int:
   return -(-nbytes // unit) * unit
 
 
-SHARED_TILE = 64  # keys of a tile that warps make together
+SHARED_TILE = 64  # keys that warps widen together
 SHARE = SHARED_TILE // WARPS
-CODES = SHARE * HEAD_DIM // 2  # bytes of a share's codes, of K or of V
-SCALES = SHARE * HEAD_DIM // 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Rings:
-  """Of each warp of warpgroups that widen a ring of stages, what it has fetched or is using.
+  """Of each warp of a warpgroup that widens a ring of stages, what it has fetched or is using.
 
   Attributes:
     begin: where they lie.
     stages: of a warp.
-    pools: whose shares a stage holds: codes, one after the other, then scales.
-    producers: warpgroups.
+    head_dims: of K and V, of both of which a stage holds a share: codes, then scales.
   """
 
   begin: int
   stages: int
-  pools: int
-  producers: int
+  head_dims: tuple[int, int]
+
+  def codes(self, pool: int) -> int:
+    """Bytes of a share's codes."""
+    return SHARE * self.head_dims[pool] // 2
+
+  def scales(self, pool: int) -> int:
+    return self.codes(pool) // 8
+
+  def place(self, array: int) -> int:
+    """In a stage: of codes of K, 0, or V, 1, or of scales of K, 2, or V, 3."""
+    sizes = [self.codes(0), self.codes(1), self.scales(0), self.scales(1)]
+    return sum(sizes[:array])
 
   @property
   def stage(self) -> int:
-    return self.pools * (CODES + SCALES)
+    return self.place(4)
 
-  def ring(self, producer: int) -> int:
-    return self.begin + producer * WARPS * self.stages * self.stage
-
-  def barriers(self, producer: int) -> int:
-    return self.ring(self.producers) + 8 * producer * WARPS * self.stages
+  @property
+  def barriers(self) -> int:
+    return self.begin + WARPS * self.stages * self.stage
 
   @property
   def end(self) -> int:
-    return self.barriers(self.producers)
+    return self.barriers + 8 * WARPS * self.stages
 
 
 @dataclasses.dataclass(frozen=True)
-class Paged:
-  """What those know that widen pages.
+class Paged(Wide):
+  """What those know that widen NVFP4 pages themselves.
 
   Attributes:
     page_size, num_pages, max_pages: of the pools and of the page table's rows.
     stages: of a warp's ring.
+    reused: whether other blocks read the same pages.
   """
 
   page_size: int
   num_pages: int
   max_pages: int
   stages: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Teams(Paged, Wide):
-  """A block of TEAMS, each of a warpgroup that attends and one that widens."""
+  reused: bool
 
   @property
   def rings(self) -> Rings:
-    return Rings(aligned(self.end, 128), self.stages, pools=2, producers=1)
+    head_dims = self.keys.head_dim, self.values.head_dim
+    return Rings(aligned(self._rings_after, 128), self.stages, head_dims)
+
+  @property
+  def _rings_after(self) -> int:
+    return self.end
+
+
+@dataclasses.dataclass(frozen=True)
+class Teams(Paged):
+  """A block of TEAMS, each of a warpgroup that attends and one that widens."""
 
   @property
   def team_bytes(self) -> int:
@@ -174,11 +196,13 @@ class Whole(Wide):
   Attributes:
     num_seqs, kv_heads: of the batch.
     tokens: rows of q, padding included.
+    queries_after: the queries come after all keys that there are, instead of being the last ones.
   """
 
   num_seqs: int
   kv_heads: int
   tokens: int
+  queries_after: bool
 
   @property
   def feed(self) -> int:
@@ -195,10 +219,11 @@ class Dense(Whole):
   """A block of warpgroups that attend and a warp that copies.
 
   Attributes:
-    max_tiles: of a sequence, in the workspace.
+    max_tiles: of a sequence and head, in the workspace; None where the keys are this step's rows
+      (dense_widen.py), and an array says where sequences' tiles begin.
   """
 
-  max_tiles: int
+  max_tiles: int | None
 
   @property
   def smem_bytes(self) -> int:
@@ -207,11 +232,11 @@ class Dense(Whole):
 
 @dataclasses.dataclass(frozen=True)
 class Fused(Paged, Whole):
-  """A block of warpgroups that attend, one that widens K and one that widens V."""
+  """A block of warpgroups that attend and one that widens."""
 
   @property
-  def rings(self) -> Rings:
-    return Rings(aligned(self.feed_end, 128), self.stages, pools=1, producers=2)
+  def _rings_after(self) -> int:
+    return self.feed_end
 
   @property
   def smem_bytes(self) -> int:

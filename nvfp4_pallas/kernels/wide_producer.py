@@ -1,13 +1,14 @@
-"""The warpgroup that widens: NVFP4 tiles to float16 ones, for the warpgroup that attends. PTX.
+"""The warpgroup that widens: NVFP4 tiles to float16 ones, for the warpgroups that attend. PTX.
 
-A warp has a ring of its own in shared memory, into which bulk copies bring its share of each tile,
-16 keys of K and of V, which always lie in one page. It stores them as right operands of wgmma
-(wgmma.py): a row of a part is 64 columns of a key. Columns are in the order in which codes come
-out of their words, (0, 4), (1, 5), (2, 6), (3, 7) of each eight.
+A warp has a ring of its own in shared memory, into which bulk copies bring its share of 64 keys, 16
+of K and of V, which always lie in one page. It stores them as right operands of wgmma (wgmma.py): a
+row of a part is 64 columns of a key. Columns are in the order in which codes come out of their
+words, (0, 4), (1, 5), (2, 6), (3, 7) of each eight. A wide tile may take several rounds of 64 keys.
 
-A lane takes a quarter c of a key's columns, 16 bytes of codes, and stores 16 bytes for each of its
-four words. Eight lanes, which load or store at once, have two keys: an even one and an odd one, of
-which the upper two quarters are of keys two on, or back. So loads and stores both meet all banks:
+A lane takes a quarter c of a key's columns, and stores 16 bytes for each of its words of codes: of
+128 columns four. Eight lanes, which load or store at once, have two keys: an even one and an odd
+one, of which the upper two quarters are of keys two on, or back. So of 128 columns loads and stores
+both meet all banks:
 
     lane           0    1    2    3    4    5    6    7
     key, quarter   0 0  0 1  2 2  2 3  1 0  1 1  3 2  3 3
@@ -22,97 +23,100 @@ from nvfp4_pallas.kernels.mma_fragments import e2m1_as_f16
 from nvfp4_pallas.kernels.page_walk import Pages, PageWalk
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
 from nvfp4_pallas.kernels.query_tile import QueryTile
-from nvfp4_pallas.kernels.wide_layout import CODES, SCALES, SHARE, WARPS, Fused, Rings, Teams
+from nvfp4_pallas.kernels.wide_layout import SHARE, SHARED_TILE, WARPS, Fused, Rings, Teams
 from nvfp4_pallas.kernels.wide_slots import Slots
 
-_ROW = CODES // SHARE  # bytes of a key's codes
-_BLOCKS = SCALES // SHARE  # of a key, a byte each
 _KEYS = range(0, SHARE, 8)  # of a lane: its own of eight, and of the next eight
+_PIECES = wgmma.ROW // 16  # of a row
+_ARRAYS = "k", "v", "k_scale", "v_scale"
 
 
 class Producer:
   """Written where the warpgroup's program goes."""
 
-  def __init__(
-    self,
-    p: Ptx,
-    wide: Teams | Fused,
-    kv_heads: int,
-    smem: Reg,
-    warp: Reg,
-    lane: Reg,
-    *,
-    pools: tuple[int, ...] = (0, 1),
-    index: int = 0,
-  ):
-    """
-    Args:
-      pools: what it widens: K (0), V (1) or both.
-      index: which of the producers it is.
-    """
-    self._p, self._wide, self._lane, self._pools = p, wide, lane, pools
+  def __init__(self, p: Ptx, wide: Teams | Fused, kv_heads: int, smem: Reg, warp: Reg, lane: Reg):
+    self._p, self._wide, self._lane = p, wide, lane
     self._warp, self._first_lane = warp, lane.eq(0)
     self._rings = rings = wide.rings
     self._pages = Pages(wide.page_size, wide.num_pages, kv_heads, SHARE, stride=WARPS)
-    self._ring = smem + self._warp * (rings.stages * rings.stage) + rings.ring(index)
-    self._barriers = smem + self._warp * (8 * rings.stages) + rings.barriers(index)
-    self._policy = copies.evict_first(p) if len(pools) == 2 else copies.evict_last(p)
-    # Each of a few lanes copies one array: where it is, bytes of a share, place in a stage.
-    names = [("k", "v")[pool] for pool in pools]
-    arrays = [(name, CODES) for name in names] + [(f"{name}_scale", SCALES) for name in names]
-    self._arrays = len(arrays)
-    self._array = p.new("d", "mov.b64", p.pointer(arrays[0][0]))
-    self._bytes, self._place = p.u32(CODES), p.u32(0)
-    place = 0
-    for i, (name, nbytes) in enumerate(arrays):
+    self._ring = smem + self._warp * (rings.stages * rings.stage) + rings.begin
+    self._barriers = smem + self._warp * (8 * rings.stages) + rings.barriers
+    self._policy = copies.evict_last(p) if wide.reused else copies.evict_first(p)
+    # Each of four lanes copies one array: where it is, bytes of a share, place in a stage.
+    self._array = p.new("d", "mov.b64", p.pointer("k"))
+    self._bytes, self._place = p.u32(rings.codes(0)), p.u32(0)
+    for i, name in enumerate(_ARRAYS[1:], start=1):
       mine = lane.eq(i)
       p.set(self._array, p.pointer(name), when=mine)
-      p.set(self._bytes, nbytes, when=mine)
-      p.set(self._place, place, when=mine)
-      place += nbytes
-    self._slots = [Slots(p, wide, smem, pool) for pool in pools]
+      p.set(self._bytes, rings.scales(i - 2) if i > 1 else rings.codes(i), when=mine)
+      p.set(self._place, rings.place(i), when=mine)
+    self._slots = [Slots(p, wide, smem, pool) for pool in range(2)]
     self._stage, self._phase, self._issue_stage = p.u32(0), p.u32(0), p.u32(0)
-    c = lane & 3
+    self._c = lane & 3
     self._key = ((lane >> 2) & 1) | ((((lane >> 2) ^ lane) & 2) | ((lane >> 2) & 4))
-    self._source = self._key * _ROW + c * 16
-    self._scales = self._key * _BLOCKS + c * 2
-    # Of the lane's first key; that of its second is 8 keys, 1024 bytes, on.
-    piece = ((c & 1) * 4) ^ self._key
-    self._target = (c >> 1) * wide.part + (warp * SHARE + self._key) * wgmma.ROW + piece * 16
+    self._targets = [self._target(pool) for pool in range(2)]
+    self._sources = [self._source(pool) for pool in range(2)]
+
+  def _words(self, pool: int) -> int:
+    """Of codes, of a quarter of a key."""
+    return self._wide.pools[pool].head_dim // 32
+
+  def _target(self, pool: int) -> Reg:
+    """Of the lane's first word of its first key. That of its second is 8 keys, 1024 bytes, on."""
+    words = self._words(pool)
+    piece = self._c * words
+    part = (piece // _PIECES) * self._wide.pools[pool].part
+    row = (self._warp * SHARE + self._key) * wgmma.ROW
+    return part + row + (((piece & (_PIECES - 1)) ^ self._key) * 16)
+
+  def _source(self, pool: int) -> tuple[Reg, Reg]:
+    """In a stage: the lane's codes of its first key, and their scales."""
+    words = self._words(pool)
+    codes = self._key * (16 * words) + self._c * (4 * words)
+    return codes, self._key * (2 * words) + self._c * (words // 2)
 
   def segment(self, work: QueryTile) -> None:
     p = self._p
     self._work = work
+    rounds = self._wide.tile // SHARED_TILE  # of a wide tile
+    self._count, first = work.count * rounds, work.first_tile * rounds
     row = p.address(p.pointer("table"), work.seq, 4 * self._wide.max_pages)
-    first = work.first_tile * WARPS + self._warp
-    self._walk = PageWalk(p, self._pages, self._lane, row=row, kv_len=work.kv_len, first_tile=first)
+    first_share = first * WARPS + self._warp
+    self._walk = PageWalk(
+      p, self._pages, self._lane, row=row, kv_len=work.kv_len, first_tile=first_share
+    )
     self._issued, done = p.u32(0), p.u32(0)
     with p.loop() as filling:
-      filling.leave_if(self._issued >= p.minimum(work.count, self._rings.stages))
+      filling.leave_if(self._issued >= p.minimum(self._count, self._rings.stages))
       self._issue()
     unseen = work.unseen_by_all()
     with p.loop() as tiles:
-      key = (work.first_tile + done) * (SHARE * WARPS) + (self._warp * SHARE + self._key)
+      key = (first + done) * SHARED_TILE + (self._warp * SHARE + self._key)
       copies.wait(p, Mem(self._barriers + self._stage * 8), self._phase)
       stage = p.mad(self._stage, self._rings.stage, self._ring)
       raw = [
-        [self._load(stage, i, keys, unseen(key + keys) if pool else None) for keys in _KEYS]
-        for i, pool in enumerate(self._pools)
+        [self._load(stage, pool, keys, unseen(key + keys) if pool else None) for keys in _KEYS]
+        for pool in range(2)
       ]
       self._advance()
-      with p.when(self._issued < work.count):
+      with p.when(self._issued < self._count):
         self._issue()
-      for slots, of_pool in zip(self._slots, raw, strict=True):
+      of_tile = done % rounds if rounds > 1 else None
+      for pool, (slots, of_pool) in enumerate(zip(self._slots, raw, strict=True)):
         slots.wait_empty()
+        target = slots.address + self._targets[pool]
+        if of_tile is not None:
+          target = target + of_tile * (SHARED_TILE * wgmma.ROW)
         for keys, words in zip(_KEYS, of_pool, strict=True):
-          self._widen(slots.address, keys, *words)
+          self._widen(target, keys, *words)
         p.emit("fence.proxy.async.shared::cta")
-        slots.tell_full(self._first_lane)
+        last = None if of_tile is None else of_tile.eq(rounds - 1)
+        slots.tell_full(self._first_lane, last)
       p.set(done, done + 1)
-      tiles.leave_if(done >= work.count)
+      tiles.leave_if(done >= self._count)
 
   def _issue(self) -> None:
-    """Starts the copies of the warp's share of the next tile."""
+    """Starts the copies of the warp's next share."""
     p = self._p
     self._walk.reach(self._issued)
     barrier = Mem(self._barriers + self._issue_stage * 8)
@@ -121,32 +125,37 @@ class Producer:
     (run,) = self._walk.runs(self._issued, self._work.head)
     target = p.mad(self._issue_stage, self._rings.stage, self._ring) + self._place
     source = p.new("d", "mad.wide.u32", run, self._bytes, self._array)
-    copier = self._lane < self._arrays
+    copier = self._lane < len(_ARRAYS)
     copies.start_copy(p, Mem(target), source, self._bytes, barrier, self._policy, copier)
     p.set(self._issued, self._issued + 1)
     p.set(self._issue_stage, self._after(self._issue_stage))
 
-  def _load(self, stage: Reg, i: int, keys: int, hidden: Reg | None) -> tuple[list[Reg], Reg]:
-    """A quarter of one of eight keys: four words of codes, and the two scales of them.
+  def _load(
+    self, stage: Reg, pool: int, keys: int, hidden: Reg | None
+  ) -> tuple[list[Reg], list[Reg]]:
+    """A quarter of one of eight keys: words of codes, and the scales of them.
 
     Args:
-      i: of the pools in a stage.
       hidden: nobody sees the key.
     """
-    p = self._p
-    codes = i * CODES + keys * _ROW
-    scales = len(self._pools) * CODES + i * SCALES + keys * _BLOCKS
-    words = p.load("shared", Mem(stage + self._source, codes), 4)
-    (both,) = p.load("shared", Mem(stage + self._scales, scales), size=2)
+    p, rings, count = self._p, self._rings, self._words(pool)
+    codes, scales = self._sources[pool]
+    words = []
+    for start in range(0, count, 4):
+      at = Mem(stage + codes, rings.place(pool) + keys * 16 * count + 4 * start)
+      words += p.load("shared", at, min(count, 4))
+    blocks = count // 2  # of the quarter, a byte each
+    at = Mem(stage + scales, rings.place(2 + pool) + keys * 2 * count)
+    (raw,) = p.load("shared", at, size=blocks)
     if hidden is not None:
-      both = p.select(hidden, 0, both)  # so that P, which is 0, does not meet a NaN
-    return words, both
+      raw = p.select(hidden, 0, raw)  # so that P, which is 0, does not meet a NaN
+    factors = []
+    for half in p.halves(raw)[: max(blocks // 2, 1)]:
+      factors += p.halves(p.e4m3_to_f16(half))
+    return words, [p.pair(factor, factor) for factor in factors]
 
-  def _widen(self, slot: Reg, keys: int, words: list[Reg], scales: Reg) -> None:
-    """What was loaded, to a slot."""
+  def _widen(self, target: Reg, keys: int, words: list[Reg], factors: list[Reg]) -> None:
     p = self._p
-    factors = [p.pair(x, x) for x in p.halves(p.e4m3_to_f16(p.halves(scales)[0]))]
-    target = slot + self._target
     for j, word in enumerate(words):
       pairs = [p.mul_f16x2(pair, factors[j // 2]) for pair in e2m1_as_f16(p, word)]
       at = target ^ (16 * j) if j else target
@@ -164,5 +173,4 @@ class Producer:
 
 
 def make_barriers(p: Ptx, rings: Rings, smem: Reg, when: Reg) -> None:
-  count = rings.producers * WARPS * rings.stages
-  copies.make_barriers(p, smem + rings.barriers(0), count, 1, when)
+  copies.make_barriers(p, smem + rings.barriers, WARPS * rings.stages, 1, when)

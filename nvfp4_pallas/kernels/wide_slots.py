@@ -1,4 +1,4 @@
-"""Tiles of K and V as float16 in shared memory, between those who widen and those who attend. PTX.
+"""Wide tiles of K and V in shared memory, between those who fill slots and those who attend. PTX.
 
 A pool's tiles go around its slots. A slot's phase of `full` is over when all that fill it have done
 their part, its phase of `empty` when all warps that attend have read it.
@@ -23,7 +23,7 @@ class Slots:
   """A warp's way around the slots of K (pool 0) or V (pool 1); registers."""
 
   def __init__(self, p: Ptx, wide: Wide, smem: Reg, pool: int):
-    self._p, self._count, self._bytes = p, wide.slots[pool], wide.slot
+    self._p, self._count, self._bytes = p, wide.slots[pool], wide.pools[pool].nbytes
     self._first = smem + wide.slots_of(pool)
     self._full, self._empty = (smem + wide.barriers(pool, empty) for empty in (False, True))
     self._slot, self._phase = p.u32(0), p.u32(0)
@@ -39,31 +39,32 @@ class Slots:
     """At once the first time around: a barrier that was never used has an odd phase behind it."""
     copies.wait(self._p, self._barrier(self._empty), self._phase ^ 1)
 
-  def tell_full(self, first_lane: Reg) -> None:
-    """The warp's share is stored; on to the next slot."""
-    self._tell(self._full, first_lane)
+  def tell_full(self, first_lane: Reg, last: Reg | None = None) -> None:
+    """The warp has stored a share; after its last one, on to the next slot."""
+    self._p.sync_warp()
+    copies.arrive(self._p, self._barrier(self._full), first_lane)
+    self._advance(last)
 
   def tell_empty(self, first_lane: Reg) -> None:
     """The warp has read the slot; on to the next one."""
-    self._tell(self._empty, first_lane)
-
-  def _tell(self, barriers: Reg, first_lane: Reg) -> None:
     self._p.sync_warp()
-    copies.arrive(self._p, self._barrier(barriers), first_lane)
-    self.advance()
+    copies.arrive(self._p, self._barrier(self._empty), first_lane)
+    self._advance()
 
   def copy(self, source: Reg, policy: Reg, when: Reg) -> None:
     """Starts the copy that makes the slot full; on to the next one."""
     p, barrier = self._p, self._barrier(self._full)
     copies.announce(p, barrier, self._bytes, when)
     copies.start_copy(p, Mem(self.address), source, self._bytes, barrier, policy, when)
-    self.advance()
+    self._advance()
 
-  def advance(self) -> None:
+  def _advance(self, when: Reg | None = None) -> None:
     p = self._p
-    last = self._slot.eq(self._count - 1)
-    p.set(self._phase, self._phase ^ 1, when=last)
-    p.set(self._slot, p.select(last, 0, self._slot + 1))
+    around = self._slot.eq(self._count - 1)
+    around = around if when is None else around & when
+    p.set(self._phase, self._phase ^ 1, when=around)
+    p.set(self._slot, self._slot + 1, when=when)
+    p.set(self._slot, 0, when=around)
 
   def _barrier(self, first: Reg) -> Mem:
     return Mem(first + self._slot * 8)

@@ -182,9 +182,9 @@ def _splits_to_fill_a_gpu(cache: PagedKVCache, batch: RaggedBatch) -> int:
 def _mosaic_sm90_unsupported(request: AttentionRequest) -> str | None:
   from nvfp4_pallas.kernels import attention_mosaic_sm90 as kernel
 
-  if request.too_large:
-    return request.too_large
-  return None if choose_kernel(request)[0] is _decode_split_kv else kernel.unsupported(request)
+  if choose_kernel(request)[0] is _decode_split_kv:
+    return None
+  return request.too_large or kernel.unsupported(request)
 
 
 _MULTIPROCESSORS = 132  # of an H100 SXM or H200

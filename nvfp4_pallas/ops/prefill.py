@@ -23,7 +23,6 @@ ROWS_PER_TILE = 32
 # timed up to 16, and at 128, where 4 sequences take it 59 us and whole query tiles 45. Which is
 # faster in between is a guess.
 MAX_TAIL = 128
-# Of device memory, for the float16 keys and values of nvfp4_repack.
 MAX_WORKSPACE_BYTES = 16 * 2**30
 
 
@@ -41,6 +40,7 @@ def prefill(
   sinks: jax.Array | None = None,
   q_levels: int = 2,
   new_kv: tuple[jax.Array, jax.Array] | None = None,
+  max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
 ) -> tuple[jax.Array, jax.Array]:
   """out_i = sum_j softmax_j(sm_scale * q'_i . k'_j) v_j over the keys that row i sees.
 
@@ -67,6 +67,8 @@ def prefill(
     new_kv: this step's (k, v) [tokens, num_kv_heads, dim] in wide form: they are attended to as
       bfloat16 with a bfloat16 Q, and only the keys before this step are read from the cache.
       kv_lens count them all the same, as for `append`.
+    max_workspace_bytes: of device memory that the call may take for wide keys and values, beside
+      its results. Kernels that would need more do not run: nvfp4_repack then widens tile by tile.
 
   Returns:
     out [tokens, num_q_heads, v_head_dim] in q's dtype, and lse float32 [tokens, num_q_heads], the
@@ -105,6 +107,7 @@ def prefill(
     new_kv=new_kv is not None,
     num_seqs=batch.num_seqs,
     max_pages=batch.max_pages,
+    max_workspace_bytes=max_workspace_bytes,
   )
   resolved = resolve_prefill(request, implementation)
   out, lse = resolved.function(q, cache, batch, spec, new_kv, sinks)
@@ -131,14 +134,16 @@ def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
     not_tail = f"sequences have more than {MAX_TAIL} new tokens on average"
   if not_tail is None and whole.fills_gpu(request):
     not_tail = "query tiles fill the GPU without cutting their keys"
-  not_whole = whole.unsupported(request) or _workspace_too_large(request)
+  not_whole = whole.unsupported(request)
   if current_target().interpret is not None:
     not_tail = not_whole = "its PTX cannot be interpreted"
   if not_tail is None:
     shape = request.num_tokens, request.num_seqs, request.num_kv_heads, request.group
     return _prefill_tail, f"by the kernel for short queries, {tail.choose_config(*shape)[1]}"
   if not_whole is None:
-    return _prefill_whole, f"by the kernel for whole query tiles: {not_tail}"
+    ahead, how = whole.widens_ahead(request)
+    run = functools.partial(_prefill_whole, ahead=ahead)
+    return run, f"by the kernel for whole query tiles, as {not_tail}; {how}"
   return _prefill_attention, f"by the plain kernel, not the one for whole query tiles: {not_whole}"
 
 
@@ -234,10 +239,18 @@ def _prefill_tail(q, cache, batch, spec, new_kv, sinks):
   return _with_sinks(kernel.attention, q, cache, batch, spec, sinks)
 
 
-def _prefill_whole(q, cache, batch, spec, new_kv, sinks):
+def _prefill_whole(q, cache, batch, spec, new_kv, sinks, *, ahead):
   from nvfp4_pallas.kernels import prefill_mosaic_sm90 as kernel
 
-  return _with_sinks(kernel.attention, q, cache, batch, spec, sinks)
+  run = functools.partial(kernel.attention, ahead=ahead)
+  if new_kv is None:
+    return _with_sinks(run, q, cache, batch, spec, sinks)
+  past = dataclasses.replace(batch, kv_lens=jnp.maximum(batch.kv_lens - batch.q_lens, 0))
+  states = (
+    run(q, cache, past, spec, queries_after=True, out_dtype=jnp.float32),
+    kernel.attention_to_rows(q, new_kv, batch, spec, out_dtype=jnp.float32),
+  )
+  return attention.add_sinks(attention.merge_two(*states), sinks)
 
 
 def _with_sinks(run, q, cache, batch, spec, sinks):
@@ -246,28 +259,13 @@ def _with_sinks(run, q, cache, batch, spec, sinks):
   return attention.add_sinks(state, sinks)
 
 
-def _workspace_too_large(request: AttentionRequest) -> str | None:
-  from nvfp4_pallas.kernels import prefill_mosaic_sm90 as kernel
-
-  if request.spec.read_path != "nvfp4_repack":
-    return None
-  nbytes = kernel.workspace_bytes(request.num_seqs, request.num_kv_heads, request.max_keys)
-  if nbytes <= MAX_WORKSPACE_BYTES:
-    return None
-  return (
-    f"the page table asks for a workspace of {nbytes} bytes, the limit is {MAX_WORKSPACE_BYTES}"
-  )
-
-
 def _mosaic_sm90_unsupported(request: AttentionRequest) -> str | None:
   from nvfp4_pallas.kernels import attention_mosaic_sm90 as kernel
 
-  if request.too_large:
-    return request.too_large
   chosen, why = choose_kernel(request)
   if chosen is not _prefill_attention:
     return None
-  why_not = kernel.unsupported(request)
+  why_not = request.too_large or kernel.unsupported(request)
   return None if why_not is None else f"{why}; and {why_not}"
 
 

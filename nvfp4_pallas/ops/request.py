@@ -16,7 +16,13 @@ from nvfp4_pallas.read_paths import AttentionSpec
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRequest:
-  """Static facts of one prefill or decode call; max_keys is what a row of the page table holds."""
+  """Static facts of one prefill or decode call.
+
+  Attributes:
+    max_keys: what a row of the page table holds.
+    max_workspace_bytes: that a kernel may take beside its results; decode takes none.
+    the rest: as in ops.prefill.
+  """
 
   spec: AttentionSpec
   formats: tuple[str, str]
@@ -31,14 +37,15 @@ class AttentionRequest:
   new_kv: bool
   num_splits: int | None
   max_keys: int
+  max_workspace_bytes: int
 
   @property
   def too_large(self) -> str | None:
-    """Why the Hopper kernels, which count the elements of out in 32 bits, cannot run it."""
+    """Why the plain kernel, which counts the elements of out in 32 bits, cannot run it."""
     elements = self.num_tokens * self.num_kv_heads * self.group * self.v_head_dim
     if elements < 2**32:
       return None
-    return f"the kernels write an out of less than 2^32 elements, this one has {elements}"
+    return f"the kernel writes an out of less than 2^32 elements, this one has {elements}"
 
 
 def attention_request(
@@ -49,6 +56,7 @@ def attention_request(
   num_splits: int | None = None,
   num_seqs: int | None = None,
   max_pages: int = 0,
+  max_workspace_bytes: int = 0,
 ) -> AttentionRequest:
   return AttentionRequest(
     spec=spec,
@@ -64,6 +72,7 @@ def attention_request(
     new_kv=new_kv,
     num_splits=num_splits,
     max_keys=max_pages * cache.page_size,
+    max_workspace_bytes=max_workspace_bytes,
   )
 
 
