@@ -170,19 +170,74 @@ def check_tails() -> str:
   )
 
 
+# Read path, whether keys are widened ahead, formats, head dim, options.
+WHOLE: tuple[tuple[str, bool, tuple[str, str], int, dict[str, Any]], ...] = (
+  ("nvfp4_dequant", False, ("nvfp4", "nvfp4"), 128, {}),
+  ("nvfp4_repack", True, ("nvfp4", "nvfp4"), 128, {}),
+  ("nvfp4_a8q", True, ("nvfp4", "nvfp4"), 128, {}),
+  ("nvfp4_a4q", False, ("nvfp4", "nvfp4"), 128, {"q_levels": 1}),
+  ("nvfp4_a4q", False, ("nvfp4", "nvfp4"), 128, {"q_levels": 2}),
+  ("nvfp4_dequant", False, ("nvfp4", "nvfp4"), 128, {"window": 90, "soft_cap": 30.0}),
+  ("nvfp4_a8q", True, ("nvfp4", "nvfp4"), 128, {"window": 90, "soft_cap": 30.0}),
+  ("nvfp4_repack", True, ("nvfp4", "nvfp4"), 128, {"causal": False}),
+  ("fp8", True, ("fp8", "fp8"), 128, {}),
+  ("bf16", True, ("bf16", "bf16"), 128, {}),
+  ("nvfp4_repack", True, ("bf16", "nvfp4"), 128, {}),
+  *(
+    (path, path != "nvfp4_dequant", ("nvfp4", "nvfp4"), dim, {})
+    for path in ("nvfp4_dequant", "nvfp4_repack", "nvfp4_a8q")
+    for dim in (64, 256)
+  ),
+)
+
+
 def check_whole_tiles() -> str:
-  """The programs for whole query tiles, with padding rows, against float64."""
-  q, cache, batch = ragged_prefill((700, 0, 1, 333), (300, 0, 1, 100), padding_rows=3)
+  """The programs for whole query tiles, with padding rows, against float64; and sequences alone."""
   worst = 0.0
-  for path in prefill_mosaic_sm90.READ_PATHS:
-    runs = {path: prefill_mosaic_sm90.attention}
-    worst = max(worst, worst_of(runs, q, cache, batch, read_path=path))
-  return f"check whole query tiles: 3 read paths, worst row {worst:.1e}"
+  for path, ahead, formats, dim, options in WHOLE:
+    q, cache, batch = ragged_prefill(
+      (500, 0, 1, 333), (90, 0, 1, 70), formats, dim=dim, padding_rows=3
+    )
+    run = functools.partial(prefill_mosaic_sm90.attention, ahead=ahead)
+    name = f"{path} {formats} {dim} {options}"
+    worst = max(worst, worst_of({name: run}, q, cache, batch, read_path=path, **options))
+    spec = AttentionSpec(path, True, 0.1)
+    check_alone(name, jax.jit(functools.partial(run, spec=spec)), q, cache, batch)
+  return f"check whole query tiles: {len(WHOLE)} kernels, worst row {worst:.1e}; alone, same bits"
 
 
-def ragged_prefill(lens, q_lens, padding_rows: int = 0):
+def check_alone(name: str, run, q, cache, batch) -> None:
+  """Each sequence alone has the bits that it has in the batch."""
+  together, starts = run(q, cache, batch), np.asarray(batch.cu_q_lens)
+  for s, (first, last) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    if first == last:
+      continue
+    one, lens = slice(s, s + 1), jnp.asarray([0, last - first], jnp.int32)
+    alone = nv.RaggedBatch(batch.page_table[one], batch.kv_lens[one], lens)
+    results = run(q[first:last], cache, alone)
+    if count_different(results, [a[first:last] for a in together]):
+      raise AssertionError(f"{name}: sequence {s} alone has other bits than in the batch")
+
+
+def check_new_kv() -> str:
+  """This step's keys in wide form, the past from the cache, sinks too, by the operation."""
+  worst = 0.0
+  for path, options in (("nvfp4_repack", {}), ("nvfp4_dequant", {"window": 90}), ("nvfp4_a8q", {})):
+    q, cache, batch = ragged_prefill((500, 7, 1, 333), (90, 0, 1, 150), ("nvfp4", "nvfp4"))
+    new_kv = jax.random.normal(jax.random.key(0), (2, len(q), 2, 128), jnp.bfloat16)
+    numerics: dict[str, Any] = {"read_path": path, "new_kv": (new_kv[0], new_kv[1]), **options}
+    numerics |= {"sinks": jnp.linspace(-1, 2, 8, dtype=jnp.float32)}
+    run = jax.jit(functools.partial(nv.prefill, implementation="mosaic_sm90", **numerics))
+    exact = oracle.attention(q, cache, batch.page_table, batch.kv_lens, batch.cu_q_lens, **numerics)
+    worst = max(worst, worst_row(f"new_kv {path}", run(q, cache, batch), exact))
+  return f"check new_kv: 3 read paths, worst row {worst:.1e}"
+
+
+def ragged_prefill(
+  lens, q_lens, formats=("nvfp4", "nvfp4"), *, dim: int = 128, padding_rows: int = 0
+):
   """ragged_decode's caches with q_lens new tokens."""
-  _, cache, decode = ragged_decode(lens, "nvfp4", "nvfp4")
+  _, cache, decode = ragged_decode(lens, *formats, dim=dim)
   starts = np.cumsum([0, *q_lens])
   shape = starts[-1] + padding_rows, 8, cache.k.head_dim
   q = jnp.asarray(np.random.default_rng(4).standard_normal(shape), jnp.bfloat16)
@@ -236,10 +291,10 @@ def check_decode_bits(q, cache, batch) -> None:
       raise AssertionError(f"sequence {s} alone has other bits than in the batch")
 
 
-def ragged_decode(lens, k_format: str, v_format: str):
+def ragged_decode(lens, k_format: str, v_format: str, dim: int = 128):
   """(q, cache, batch): random bytes in random pages, and NaN wherever nothing may be read."""
   r = np.random.default_rng(3)
-  heads, dim, page_size = 2, 128, 64
+  heads, page_size = 2, 64
   pages = [-(-n // page_size) for n in lens]
   num_pages = sum(pages) + 1
   order = np.split(r.permutation(num_pages)[: sum(pages)], np.cumsum(pages)[:-1])
@@ -315,6 +370,7 @@ CHECKS = (
   check_decode,
   check_tails,
   check_whole_tiles,
+  check_new_kv,
   check_repeats,
   check_large_cache,
 )

@@ -19,9 +19,8 @@ import nvfp4_pallas as nv
 from benchmarks.records import Row, q_quantisation
 from benchmarks.small import Variant
 from benchmarks.trace import KernelTimes, kernel_times
-from nvfp4_pallas.kernels import prefill_mosaic_sm90
 from nvfp4_pallas.ops.decode import resolve_decode
-from nvfp4_pallas.ops.prefill import resolve_prefill
+from nvfp4_pallas.ops.prefill import MAX_WORKSPACE_BYTES, resolve_prefill, workspace_bytes
 from nvfp4_pallas.ops.request import attention_request, attention_spec
 
 HEADS, GROUP, DIM, PAGE_SIZE = 8, 4, 128, 64
@@ -194,7 +193,14 @@ def attention_times(
   q = [jax.random.normal(jax.random.key(i), q_shape, jnp.bfloat16) for i in range(COPIES)]
   numerics = {"read_path": variant.read_path, "q_levels": variant.q_levels}
   spec = attention_spec(q[0], causal=True, sm_scale=None, window=None, soft_cap=None, **numerics)
-  request = attention_request(q[0], cache, spec, num_seqs=batch)
+  request = attention_request(
+    q[0],
+    cache,
+    spec,
+    num_seqs=batch,
+    max_pages=tables[0].shape[1],
+    max_workspace_bytes=MAX_WORKSPACE_BYTES,
+  )
   operation, resolve = nv.prefill, resolve_prefill
   if q_len == 1:
     operation = functools.partial(nv.decode, batch_invariant=batch_invariant)
@@ -227,15 +233,9 @@ def attention_times(
     batch_invariant=batch_invariant if q_len == 1 else None,
     **attention_speed(attention_flops(shape), nbytes, copy_rate, times),
     bytes_per_token=cache.bytes_per_token,
-    workspace_bytes=workspace(variant.read_path, batch, kv_len),
+    workspace_bytes=None if q_len == 1 else workspace_bytes(request),
     reason=reason,
   )
-
-
-def workspace(read_path: str, batch: int, kv_len: int) -> int | None:
-  if read_path != "nvfp4_repack":
-    return None
-  return prefill_mosaic_sm90.workspace_bytes(batch, HEADS, kv_len)
 
 
 def attention_flops(shape: tuple[int, int, int], *, causal: bool = True) -> float:
@@ -316,20 +316,15 @@ GROUPS = {
   ),
   # cuDNN right after the fast ones of its shape: a run that is cut short has both to compare.
   "prefill": (
-    *(_case(attention_times, "prefill", v, PREFILL) for v in (REPACK, A8Q, NVFP4)),
+    *(_case(attention_times, "prefill", v, PREFILL) for v in (REPACK, A8Q, NVFP4, *WIDE)),
     _case(cudnn_times, "prefill", PREFILL),
     *(_case(attention_times, "prefill", v, PREFILL) for v in A4Q),
-    *(_case(attention_times, "chunk", v, CHUNK) for v in (REPACK, NVFP4)),
+    *(_case(attention_times, "chunk", v, CHUNK) for v in (REPACK, NVFP4, A8Q, *WIDE)),
     _case(cudnn_times, "chunk", CHUNK),
     _case(attention_times, "chunk", A4Q[1], CHUNK),
-    *(_case(attention_times, "prefill", v, LONG_PREFILL) for v in (REPACK, A8Q, NVFP4)),
+    *(_case(attention_times, "prefill", v, LONG_PREFILL) for v in (REPACK, A8Q, NVFP4, *WIDE)),
     _case(cudnn_times, "prefill", LONG_PREFILL),
     *(_case(attention_times, "prefill", v, PREFILLS) for v in (REPACK, NVFP4)),
     _case(cudnn_times, "prefill", PREFILLS),
-    # The slow ones last.
-    *(_case(attention_times, "chunk", v, CHUNK) for v in WIDE),
-    *(
-      _case(attention_times, "prefill", v, shape) for shape in (PREFILL, LONG_PREFILL) for v in WIDE
-    ),
   ),
 }

@@ -20,6 +20,7 @@ LAUNCHERS = {
   "wide_": "tail_mosaic_sm90",
   "dense_": "prefill_mosaic_sm90",
   "fused_": "prefill_mosaic_sm90",
+  "k_scan": "prefill_mosaic_sm90",
   "kv_append": "append_mosaic_sm90",
   "nvfp4_pack": "pack_mosaic_sm90",
   "nvfp4_unpack": "pack_mosaic_sm90",

@@ -297,6 +297,8 @@ def make_copy(machine, i: Instruction) -> Step:
     "cp.async.mbarrier.arrive.noinc.shared.b64",
   ):
     return _make_copies_arrive(machine, i)
+  if i.op == "cp.async.bulk.prefetch.L2.global":
+    return _make_prefetch(machine, i)
   modifiers = [m for m in i.op.split(".")[2:] if m[:4] not in ("L2::", "L1::")]
   name = ".".join(modifiers)
   operands = _COPIES.get(name) or _COPIES.get(name.replace("shared::cta", "shared"))
@@ -329,6 +331,21 @@ def make_copy(machine, i: Instruction) -> Step:
         machine.warp.copies.append((where, data))
 
   return copy
+
+
+def _make_prefetch(machine, i: Instruction) -> Step:
+  """Moves nothing; but the bytes must be there."""
+  lanes, source, offset = _lanes(machine, i), machine.r.u64(i.args[0].base), i.args[0].offset
+  size = machine.r.u32(i.args[1])
+
+  def prefetch():
+    for lane in lanes():
+      start, nbytes = int(source[lane]) + offset, int(size[lane])
+      if start % 16 or nbytes % 16:
+        raise PtxError(f"a prefetch of {nbytes} bytes from {start}: not multiples of 16")
+      machine.block.memory.copy_source(start, nbytes)
+
+  return prefetch
 
 
 def _make_copies_arrive(machine, i: Instruction) -> Step:

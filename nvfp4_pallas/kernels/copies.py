@@ -42,6 +42,11 @@ def start_copy(
   p.emit(op, target, Mem(source), nbytes, barrier, policy, when=when)
 
 
+def start_prefetch(p: Ptx, source: Reg, nbytes: int, when: Reg) -> None:
+  """To the L2 cache; of a multiple of 16 bytes."""
+  p.emit("cp.async.bulk.prefetch.L2.global", Mem(source), nbytes, when=when)
+
+
 def is_over(p: Ptx, barrier: Mem, phase: Reg) -> Reg:
   """Whether the phase of this parity is over, for all lanes, which may see it at other times."""
   over = p.new("p", "mbarrier.try_wait.parity.shared::cta.b64", barrier, phase)

@@ -12,6 +12,7 @@ from nvfp4_pallas.kernels.whole_attend import CONSUMERS, Block
 from nvfp4_pallas.kernels.wide_layout import Dense
 from nvfp4_pallas.kernels.wide_slots import Slots
 
+WARPGROUPS = CONSUMERS + 1
 # Registers of a thread: 504 for one of each warpgroup, as 384 threads have 65536.
 REGISTERS = {"attend": 240, "copy": 24}
 assert CONSUMERS * REGISTERS["attend"] + REGISTERS["copy"] <= 504
@@ -31,7 +32,7 @@ _WIDE = "k_wide", "v_wide"
 
 def attend(dense: Dense, blocks: int) -> Ptx:
   """The program; its pointers are pointers_in() and whole_attend.POINTERS_OUT."""
-  block = Block(pointers_in(dense), dense, blocks, readers=1)
+  block = Block(pointers_in(dense), dense, blocks, others=1, readers=1)
   p = block.p
   block.begin()
   with p.when(p.role.eq(CONSUMERS)):
@@ -50,6 +51,7 @@ def _copy(block: Block, dense: Dense) -> None:
   with p.loop() as items:
     feed.fetch()
     work.find(feed.next(), items)
+    block.bring_q_near(work)
     if dense.max_tiles is None:
       at = p.address(p.pointer("first_tiles"), work.seq, 4)
       (first,) = p.load("global.nc", Mem(at))

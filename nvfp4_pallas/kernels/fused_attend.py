@@ -1,7 +1,7 @@
 """Attention of many queries over NVFP4 pages, widened by each block for all its rows. PTX.
 
-Whole query tiles (whole_attend.py); a warpgroup widens K and V (wide_producer.py) into the slots of
-shared memory. No workspace.
+Whole query tiles (whole_attend.py); one warpgroup widens K and one V (wide_producer.py), or one
+both, into the slots of shared memory. No workspace.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from nvfp4_pallas.kernels.whole_attend import CONSUMERS, Block
 from nvfp4_pallas.kernels.wide_layout import WARPS, Fused
 from nvfp4_pallas.kernels.wide_producer import Producer
 
-# Registers of a thread: 504 for one of each warpgroup, as 384 threads have 65536.
-REGISTERS = {"attend": 216, "widen": 72}
-assert CONSUMERS * REGISTERS["attend"] + REGISTERS["widen"] <= 504
+# Registers of a thread that attends and of one that widens, for one and for two warpgroups that
+# widen: 384 threads have 65536 registers for 504 of one of each warpgroup, 512 for 512.
+REGISTERS = {1: (216, 72), 2: (200, 56)}
+assert all(CONSUMERS * a + n * w <= {1: 504, 2: 512}[n] for n, (a, w) in REGISTERS.items())
 
 POINTERS_IN = (
   "q", "table", "kv_lens", "cu_q_lens", "k_global", "v_global", "k", "k_scale", "v", "v_scale",
@@ -25,23 +26,30 @@ POINTERS_IN = (
 
 def attend(fused: Fused, blocks: int) -> Ptx:
   """The program; its pointers are POINTERS_IN and whole_attend.POINTERS_OUT."""
-  block = Block(POINTERS_IN, fused, blocks, readers=WARPS)
+  widening = fused.widening
+  block = Block(POINTERS_IN, fused, blocks, others=widening, readers=widening * WARPS)
   p = block.p
   wide_producer.make_barriers(p, fused.rings, block.smem, block.maker)
   block.begin()
-  with p.when(p.role.eq(CONSUMERS)):
-    p.emit("setmaxnreg.dec.sync.aligned.u32", REGISTERS["widen"])
-    _widen(block, fused)
-  block.attend(REGISTERS["attend"])
+  registers_to_attend, registers_to_widen = REGISTERS[widening]
+  for index in range(widening):
+    with p.when(p.role.eq(CONSUMERS + index)):
+      p.emit("setmaxnreg.dec.sync.aligned.u32", registers_to_widen)
+      _widen(block, fused, index)
+  block.attend(registers_to_attend)
   return p
 
 
-def _widen(block: Block, fused: Fused) -> None:
+def _widen(block: Block, fused: Fused, index: int) -> None:
   p, warp, lane = block.p, block.warp, block.lane
-  producer = Producer(p, fused, fused.kv_heads, block.smem, warp, lane)
+  producer = Producer(p, fused, fused.kv_heads, block.smem, warp, lane, index)
   feed, work = block.item_feed(), ItemWalk(p, fused, lane)
   with p.loop() as items:
-    with p.when(warp.eq(0)):
-      feed.fetch()
+    if index == 0:
+      with p.when(warp.eq(0)):
+        feed.fetch()
     work.find(feed.next(), items)
+    if index == 0:
+      with p.when(warp.eq(0)):
+        block.bring_q_near(work)
     producer.segment(work)

@@ -50,7 +50,7 @@ from nvfp4_pallas.kernels.decode_mosaic_sm90 import (
 from nvfp4_pallas.kernels.dense_widen import Pages
 from nvfp4_pallas.kernels.ptx import WARPGROUP
 from nvfp4_pallas.kernels.ptx_launch import Kernel
-from nvfp4_pallas.kernels.whole_attend import CONSUMERS, QUERY_ROWS, WARPGROUPS
+from nvfp4_pallas.kernels.whole_attend import CONSUMERS, QUERY_ROWS
 from nvfp4_pallas.kernels.wide_layout import SHARED_TILE, SMEM_BYTES, WARPS, Dense, Fused
 from nvfp4_pallas.kernels.wide_tiles import Tiles
 from nvfp4_pallas.read_paths import AttentionSpec
@@ -58,7 +58,7 @@ from nvfp4_pallas.read_paths import AttentionSpec
 HEAD_DIMS = (64, 128, 256)
 FUSED_PATHS = ("nvfp4_dequant", "nvfp4_a4q")
 # Slots of K and of V, and stages of a widening warp's ring: the first that have room.
-SLOTS = (2, 2), (2, 1), (1, 1)
+SLOTS = (3, 3), (2, 2), (2, 1), (1, 1)
 STAGES = 4, 3, 2, 1
 # A consumer's registers that are not scores, P, O or q.
 OTHER_REGISTERS = 48
@@ -74,16 +74,24 @@ def tiles_of(spec: AttentionSpec, formats: tuple[str, str], dims: tuple[int, int
 
 
 def workspace_bytes(request: Any) -> int:
-  """Of device memory, while a call (ops.request.AttentionRequest) runs that widens ahead."""
+  """Of device memory, while a call (ops.request.AttentionRequest) runs."""
   dims = request.head_dim, request.v_head_dim
-  pairs = tiles_of(request.spec, request.formats, dims, ahead=True)
-  tiles = request.num_seqs * -(-request.max_keys // pairs[0].keys)
-  total = tiles * sum(tile.nbytes for tile in pairs)
+  total = 0
+  if widens_ahead(request)[0]:
+    total += _all_tiles_bytes(request)
   if request.new_kv:
-    pairs = tiles_of(_wide_spec(request.spec), ("bf16", "bf16"), dims, ahead=True)
-    rows = _row_tiles(request.num_tokens, request.num_seqs, pairs[0])
-    total += rows * sum(tile.nbytes for tile in pairs)
-  return request.num_kv_heads * total
+    tiles = tiles_of(_wide_spec(request.spec), ("bf16", "bf16"), dims, ahead=True)
+    rows = _row_tiles(request.num_tokens, request.num_seqs, tiles[0])
+    total += request.num_kv_heads * rows * sum(tile.nbytes for tile in tiles)
+  return total
+
+
+def _all_tiles_bytes(request: Any) -> int:
+  """Wide tiles of all pages of the page table."""
+  dims = request.head_dim, request.v_head_dim
+  tiles = tiles_of(request.spec, request.formats, dims, ahead=True)
+  count = request.num_seqs * -(-request.max_keys // tiles[0].keys)
+  return request.num_kv_heads * count * sum(tile.nbytes for tile in tiles)
 
 
 def attention(
@@ -244,7 +252,9 @@ def _q_fits(whole: dict[str, Any], registers: int) -> bool:
 
 def _fused(whole: dict[str, Any], pages: Pages, blocks: int) -> Kernel:
   producers = whole["keys"].keys // SHARED_TILE * WARPS
-  in_registers = _q_fits(whole, fused_attend.REGISTERS["attend"])
+  # With 256 columns those who attend leave too few registers for two warpgroups that widen.
+  widening = 2 if max(pool.head_dim for pool in (whole["keys"], whole["values"])) <= 128 else 1
+  in_registers = _q_fits(whole, fused_attend.REGISTERS[widening][0])
 
   def make(slots, stages) -> Fused:
     return Fused(
@@ -252,6 +262,7 @@ def _fused(whole: dict[str, Any], pages: Pages, blocks: int) -> Kernel:
       stages=stages,
       producers=producers,
       q_in_registers=in_registers,
+      widening=widening,
       reused=True,
       **whole,
       **dataclasses.asdict(pages),
@@ -259,7 +270,7 @@ def _fused(whole: dict[str, Any], pages: Pages, blocks: int) -> Kernel:
 
   fused = _first_with_room(make, STAGES)
   program = fused_attend.attend(fused, blocks)
-  return _attending("fused_attend", program, fused, blocks)
+  return _attending("fused_attend", program, fused, blocks, CONSUMERS + widening)
 
 
 def _dense(
@@ -283,7 +294,7 @@ def _dense(
     made["k_units"] = jax.ShapeDtypeStruct((dense.num_seqs * dense.kv_heads,), jnp.float32)
   widen = Kernel("dense_widen", dense_widen.widen(dense, pages), 2 * num_tiles, 0, made)
   program = dense_attend.attend(dense, blocks)
-  return [widen, _attending("dense_attend", program, dense, blocks)]
+  return [widen, _attending("dense_attend", program, dense, blocks, dense_attend.WARPGROUPS)]
 
 
 def _first_with_room(make: Callable[[tuple[int, int], int], Any], stages: tuple[int, ...]) -> Any:
@@ -292,13 +303,13 @@ def _first_with_room(make: Callable[[tuple[int, int], int], Any], stages: tuple[
   return next(layout for layout in layouts if layout.smem_bytes <= SMEM_BYTES)
 
 
-def _attending(name: str, program, layout: Fused | Dense, blocks: int) -> Kernel:
+def _attending(name: str, program, layout: Fused | Dense, blocks: int, warpgroups: int) -> Kernel:
   shape = (layout.tokens, layout.kv_heads * layout.group)
   return Kernel(
     name=name,
     program=program,
     blocks=blocks,
-    threads=WARPGROUPS * WARPGROUP,
+    threads=warpgroups * WARPGROUP,
     smem_bytes=layout.smem_bytes,
     makes={
       "out": jax.ShapeDtypeStruct((*shape, layout.values.head_dim), layout.out_dtype),
@@ -328,9 +339,9 @@ def widens_ahead(request: Any) -> tuple[bool, str]:
   blocks = tokens / max(1, QUERY_ROWS // max(request.group, 1))
   if blocks < MIN_READERS:
     return False, f"a tile is widened once for each of {blocks:.1f} blocks that read it"
-  if workspace_bytes(request) > request.max_workspace_bytes:
+  if _all_tiles_bytes(request) > request.max_workspace_bytes:
     limit = request.max_workspace_bytes
-    return False, f"the workspace would have {workspace_bytes(request)} bytes, more than {limit}"
+    return False, f"the workspace would have {_all_tiles_bytes(request)} bytes, more than {limit}"
   return True, f"all keys are widened once, for {blocks:.1f} blocks that read a tile"
 
 
@@ -354,11 +365,7 @@ def unsupported(request: Any) -> str | None:
     return "the kernel compares scores before it scales them, so sm_scale must not be 0"
   if spec.soft_cap is not None and spec.soft_cap > MAX_SOFT_CAP:
     return f"the kernel's soft cap loses digits above {MAX_SOFT_CAP}, got {spec.soft_cap}"
-  if (widens_ahead(request)[0] or request.new_kv) and (
-    workspace_bytes(request) > request.max_workspace_bytes
-  ):
-    return (
-      f"the page table asks for a workspace of {workspace_bytes(request)} bytes, "
-      f"the limit is {request.max_workspace_bytes}"
-    )
+  needed, limit = workspace_bytes(request), request.max_workspace_bytes
+  if needed > limit:
+    return f"the shapes ask for a workspace of {needed} bytes, the limit is {limit}"
   return None

@@ -142,9 +142,9 @@ class _Attend:
     for quarter in quarters:
       for operand, pairs in enumerate(quarter.operands):
         self._store_q_row(operand, quarter.row, quarter.c, pairs, quarter.inside)
-    self.scale = factor_of_scores(
-      p, self.keys, self.work.head, tail.sm_scale, unit * self.keys.unit
-    )
+    at = p.address(p.pointer("k_global"), self.work.head, 4)
+    (k_global,) = p.load("global.nc", Mem(at), kind="f")
+    self.scale = factor_of_scores(p, k_global, tail.sm_scale, unit * self.keys.unit)
     for start in range(0, tail.reference_stride, THREADS):
       place = Mem(self.smem + (self.thread + start) * 4, tail.references)
       real = self.thread + start < tail.reference_stride

@@ -53,7 +53,7 @@ def attend(wide: Teams, cut: Cut) -> Ptx:
   with p.when(p.role.eq(1)):
     p.emit("setmaxnreg.dec.sync.aligned.u32", REGISTERS["widen"])
     with p.scope() as scope:
-      take_segments(Producer(p, wide, cut.kv_heads, smem, warp, lane), scope)
+      take_segments(Producer(p, wide, cut.kv_heads, smem, warp, lane, 0), scope)
   with p.when(p.role.eq(0)):
     p.emit("setmaxnreg.inc.sync.aligned.u32", REGISTERS["attend"])
     with p.scope() as scope:

@@ -23,7 +23,14 @@ from typing import Any
 from nvfp4_pallas.kernels import wgmma
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
 from nvfp4_pallas.kernels.q_operands import load_tile
-from nvfp4_pallas.kernels.results import NEG_INF, store_piece, store_result
+from nvfp4_pallas.kernels.results import (
+  NEG_INF,
+  is_half,
+  pack_pair,
+  store_piece,
+  store_result,
+  store_words,
+)
 from nvfp4_pallas.kernels.softmax import (
   FIRST_P,
   LATER_P,
@@ -34,6 +41,7 @@ from nvfp4_pallas.kernels.softmax import (
 )
 from nvfp4_pallas.kernels.wide_layout import ROWS, THREADS, WARPS, Wide
 from nvfp4_pallas.kernels.wide_slots import Slots
+from nvfp4_pallas.kernels.wide_tiles import Tiles
 
 ROWS_OF_LANE = range(2)  # of the 16 that a warp has of a product: g and g + 8
 
@@ -77,6 +85,7 @@ class Consumer:
   def segment(self, work: Any) -> None:
     p, wide = self.p, self.wide
     self.work = work
+    self.k_global = self._global_scale("k", wide.keys)
     self._load_q()
     self.out = [p.f32(0.0) for _ in range(wide.values.head_dim // 2)]
     self.sums = [p.f32(0.0) for _ in ROWS_OF_LANE]
@@ -84,7 +93,8 @@ class Consumer:
     self.limits = [p.f32(NEG_INF) for _ in ROWS_OF_LANE]
     self.scores = p.registers("f", self.wide.tile // 2)
     self.weights = p.registers("r", self.wide.tile // 4)  # P, pairs of keys
-    p.emit("fence.proxy.async.shared::cta")
+    if not wide.q_in_registers:
+      p.emit("fence.proxy.async.shared::cta")
     p.sync(THREADS)
     self.q = self._load_fragments() if wide.q_in_registers else None
     self.scales = self._scales()
@@ -114,9 +124,18 @@ class Consumer:
       self._finish_scores(key)
     self.values.wait_full()
     self._multiply_values()
+    v_global = self._global_scale("v", wide.values)
     wgmma.wait(p, 0)
     self.values.tell_empty(self.first_lane)
-    self._finish()
+    self._finish(v_global)
+
+  def _global_scale(self, name: str, tiles: Tiles) -> Reg:
+    """Of the head; 1 where the pool has none. Asked for early, as the answer takes a while."""
+    p = self.p
+    if not tiles.has_global_scale:
+      return p.f32(1.0)
+    at = p.address(p.pointer(f"{name}_global"), self.work.head, 4)
+    return p.load("global.nc", Mem(at), kind="f")[0]
 
   # q, in shared memory.
 
@@ -150,16 +169,16 @@ class Consumer:
   def _scales(self) -> list[Reg]:
     """c of the lane's two rows."""
     p, wide, work = self.p, self.wide, self.work
-    unit, sm_scale = self.unit * wide.keys.unit, wide.sm_scale
     if not wide.keys.as_e4m3:
-      return [factor_of_scores(p, wide.keys, work.head, sm_scale, unit)] * 2
+      unit = self.unit * wide.keys.unit
+      return [factor_of_scores(p, self.k_global, wide.sm_scale, unit)] * 2
     at = p.address(p.pointer("k_units"), work.pair(), 4)
     (k_unit,) = p.load("global.nc", Mem(at), kind="f")
     scales = []
     for half in ROWS_OF_LANE:
       at = Mem(self.q_units + (self.warp * 16 + self.g) * 4, 32 * half)
       (q_unit,) = p.load("shared", at, kind="f")
-      scales.append(factor_of_scores(p, wide.keys, work.head, sm_scale, k_unit * q_unit))
+      scales.append(factor_of_scores(p, self.k_global, wide.sm_scale, k_unit * q_unit))
     return scales
 
   def _largest_of_warps(self, of_warp: Reg) -> Reg:
@@ -277,12 +296,9 @@ class Consumer:
 
   # The end of a segment.
 
-  def _finish(self) -> None:
-    p, values, dim = self.p, self.wide.values, self.wide.values.head_dim
-    out_scale = p.f32(values.unit)
-    if values.has_global_scale:
-      at = p.address(p.pointer("v_global"), self.work.head, 4)
-      out_scale = p.load("global.nc", Mem(at), kind="f")[0] * values.unit
+  def _finish(self, v_global: Reg) -> None:
+    p, wide, dim = self.p, self.wide, self.wide.values.head_dim
+    out_scale = v_global * wide.values.unit
     slot = self.work.tell_pieces(p.thread) if self.pieces else None
     for half in ROWS_OF_LANE:
       total = self.sums[half]
@@ -293,32 +309,51 @@ class Consumer:
       lse = p.select(empty, NEG_INF, p.log2(total) - self.references[half])
       row = self._row(half)
       real = self.work.is_row(row)
-      whole = real if slot is None else real & self.work.is_whole
       out_row = self.work.q_row(self.work.row_or_last(row))
       for first in range(0, dim // 8, 4):
-        columns = [x * factor for x in self._columns(first, half)]
+        of_eights = [
+          [self.out[4 * (first + i) + 2 * half + k] * factor for k in range(2)] for i in range(4)
+        ]
         column = (self.c + first) * 8
-        store_result(p, self.wide.out_dtype, dim, out_row, column, columns, lse, whole)
+        if slot is None and is_half(wide.out_dtype):
+          words = self._packed_columns(of_eights)
+          store_words(p, wide.out_dtype, dim, out_row, column, words, lse, real)
+          continue
+        columns = self._columns(of_eights)
+        whole = real if slot is None else real & self.work.is_whole
+        store_result(p, wide.out_dtype, dim, out_row, column, columns, lse, whole)
         if slot is not None:
           piece = real & ~self.work.is_whole
           store_piece(p, dim, slot * ROWS + row, column, columns, lse, piece)
 
-  def _columns(self, first: int, half: int) -> list[Reg]:
-    """Eight neighbouring columns of the lane's row, from 8 (first + c) on.
+  # Of each eight columns in V's order the lane c has those at 2 c and 2 c + 1; four lanes exchange
+  # those of four eights, and the lane c has all of the eight c.
 
-    Of each eight columns in V's order the lane c has those at 2 c and 2 c + 1, so four lanes
-    exchange those of four eights.
-    """
-    of_side = []
-    for k in range(2):
-      of_eights = [self.out[4 * (first + i) + 2 * half + k] for i in range(4)]
-      of_side.append(_transpose(self.p, of_eights, self.c))
-    in_tile = [of_side[place % 2][place // 2] for place in range(8)]
+  def _columns(self, of_eights: list[list[Reg]]) -> list[Reg]:
+    """Eight neighbouring columns of the lane's row."""
+    sides = [_transpose(self.p, list(side), self.c) for side in zip(*of_eights, strict=True)]
+    return [sides[place % 2][place // 2] for place in self._places()]
+
+  def _packed_columns(self, of_eights: list[list[Reg]]) -> list[Reg]:
+    """The same as words, exchanged two at a time."""
+    p, places = self.p, self._places()
+    words = [pack_pair(p, self.wide.out_dtype, *pair) for pair in of_eights]
+    words = _transpose(p, words, self.c)
+    if places == list(range(8)):
+      return words
+    halves = (0x10, 0x32), (0x5400, 0x7600)  # of the first and of the second word
+    return [
+      p.permute(words[a // 2], words[b // 2], halves[0][a % 2] | halves[1][b % 2])
+      for a, b in zip(places[::2], places[1::2], strict=True)
+    ]
+
+  def _places(self) -> list[int]:
+    """Where each of eight neighbouring columns stands in V's order."""
     order = self.wide.values.order
     columns = [
       start + column for start in range(0, 8, 2 * len(order)) for pair in order for column in pair
     ]
-    return [in_tile[columns.index(column)] for column in range(8)]
+    return [columns.index(column) for column in range(8)]
 
 
 def _flat(pairs: list[list[Reg]]) -> list[Reg]:

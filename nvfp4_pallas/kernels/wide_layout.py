@@ -108,17 +108,23 @@ SHARE = SHARED_TILE // WARPS
 
 @dataclasses.dataclass(frozen=True)
 class Rings:
-  """Of each warp of a warpgroup that widens a ring of stages, what it has fetched or is using.
+  """Of each warp of warpgroups that widen a ring of stages, what it has fetched or is using.
 
   Attributes:
     begin: where they lie.
     stages: of a warp.
-    head_dims: of K and V, of both of which a stage holds a share: codes, then scales.
+    head_dims: of K and V.
+    producers: warpgroups: one for K and V, or one for each.
   """
 
   begin: int
   stages: int
   head_dims: tuple[int, int]
+  producers: int
+
+  def pools(self, producer: int) -> tuple[int, ...]:
+    """Of which a stage of a producer holds a share: of K (0), of V (1)."""
+    return (0, 1) if self.producers == 1 else (producer,)
 
   def codes(self, pool: int) -> int:
     """Bytes of a share's codes."""
@@ -127,22 +133,25 @@ class Rings:
   def scales(self, pool: int) -> int:
     return self.codes(pool) // 8
 
-  def place(self, array: int) -> int:
-    """In a stage: of codes of K, 0, or V, 1, or of scales of K, 2, or V, 3."""
-    sizes = [self.codes(0), self.codes(1), self.scales(0), self.scales(1)]
-    return sum(sizes[:array])
+  def arrays(self, producer: int) -> dict[str, int]:
+    """Bytes of a share in each array, in the order in which a stage has them."""
+    pools = self.pools(producer)
+    codes = {"kv"[pool]: self.codes(pool) for pool in pools}
+    return codes | {f"{'kv'[pool]}_scale": self.scales(pool) for pool in pools}
 
-  @property
-  def stage(self) -> int:
-    return self.place(4)
+  def stage(self, producer: int) -> int:
+    return sum(self.arrays(producer).values())
 
-  @property
-  def barriers(self) -> int:
-    return self.begin + WARPS * self.stages * self.stage
+  def ring(self, producer: int) -> int:
+    before = sum(self.stage(other) for other in range(producer))
+    return self.begin + WARPS * self.stages * before
+
+  def barriers(self, producer: int) -> int:
+    return self.ring(self.producers) + 8 * producer * WARPS * self.stages
 
   @property
   def end(self) -> int:
-    return self.barriers + 8 * WARPS * self.stages
+    return self.barriers(self.producers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +161,7 @@ class Paged(Wide):
   Attributes:
     page_size, num_pages, max_pages: of the pools and of the page table's rows.
     stages: of a warp's ring.
+    widening: warpgroups that do it.
     reused: whether other blocks read the same pages.
   """
 
@@ -159,12 +169,13 @@ class Paged(Wide):
   num_pages: int
   max_pages: int
   stages: int
+  widening: int
   reused: bool
 
   @property
   def rings(self) -> Rings:
     head_dims = self.keys.head_dim, self.values.head_dim
-    return Rings(aligned(self._rings_after, 128), self.stages, head_dims)
+    return Rings(aligned(self._rings_after, 128), self.stages, head_dims, self.widening)
 
   @property
   def _rings_after(self) -> int:
@@ -232,7 +243,7 @@ class Dense(Whole):
 
 @dataclasses.dataclass(frozen=True)
 class Fused(Paged, Whole):
-  """A block of warpgroups that attend and one that widens."""
+  """A block of warpgroups that attend and of others that widen."""
 
   @property
   def _rings_after(self) -> int:

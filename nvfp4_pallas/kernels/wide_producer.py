@@ -1,9 +1,10 @@
 """The warpgroup that widens: NVFP4 tiles to float16 ones, for the warpgroups that attend. PTX.
 
 A warp has a ring of its own in shared memory, into which bulk copies bring its share of 64 keys, 16
-of K and of V, which always lie in one page. It stores them as right operands of wgmma (wgmma.py): a
-row of a part is 64 columns of a key. Columns are in the order in which codes come out of their
-words, (0, 4), (1, 5), (2, 6), (3, 7) of each eight. A wide tile may take several rounds of 64 keys.
+of K, of V or of both, which always lie in one page. It stores them as right operands of wgmma
+(wgmma.py): a row of a part is 64 columns of a key. Columns are in the order in which codes come out
+of their words, (0, 4), (1, 5), (2, 6), (3, 7) of each eight. A wide tile may take several rounds of
+64 keys.
 
 A lane takes a quarter c of a key's columns, and stores 16 bytes for each of its words of codes: of
 128 columns four. Eight lanes, which load or store at once, have two keys: an even one and an odd
@@ -28,34 +29,46 @@ from nvfp4_pallas.kernels.wide_slots import Slots
 
 _KEYS = range(0, SHARE, 8)  # of a lane: its own of eight, and of the next eight
 _PIECES = wgmma.ROW // 16  # of a row
-_ARRAYS = "k", "v", "k_scale", "v_scale"
 
 
 class Producer:
   """Written where the warpgroup's program goes."""
 
-  def __init__(self, p: Ptx, wide: Teams | Fused, kv_heads: int, smem: Reg, warp: Reg, lane: Reg):
+  def __init__(
+    self, p: Ptx, wide: Teams | Fused, kv_heads: int, smem: Reg, warp: Reg, lane: Reg, index: int
+  ):
+    """
+    Args:
+      index: which of the warpgroups that widen it is.
+    """
     self._p, self._wide, self._lane = p, wide, lane
     self._warp, self._first_lane = warp, lane.eq(0)
     self._rings = rings = wide.rings
+    self._pools, self._stage_bytes = rings.pools(index), rings.stage(index)
     self._pages = Pages(wide.page_size, wide.num_pages, kv_heads, SHARE, stride=WARPS)
-    self._ring = smem + self._warp * (rings.stages * rings.stage) + rings.begin
-    self._barriers = smem + self._warp * (8 * rings.stages) + rings.barriers
+    self._ring = smem + self._warp * (rings.stages * self._stage_bytes) + rings.ring(index)
+    self._barriers = smem + self._warp * (8 * rings.stages) + rings.barriers(index)
     self._policy = copies.evict_last(p) if wide.reused else copies.evict_first(p)
-    # Each of four lanes copies one array: where it is, bytes of a share, place in a stage.
-    self._array = p.new("d", "mov.b64", p.pointer("k"))
-    self._bytes, self._place = p.u32(rings.codes(0)), p.u32(0)
-    for i, name in enumerate(_ARRAYS[1:], start=1):
-      mine = lane.eq(i)
-      p.set(self._array, p.pointer(name), when=mine)
-      p.set(self._bytes, rings.scales(i - 2) if i > 1 else rings.codes(i), when=mine)
-      p.set(self._place, rings.place(i), when=mine)
-    self._slots = [Slots(p, wide, smem, pool) for pool in range(2)]
+    self._find_arrays(rings.arrays(index))
+    self._slots = [Slots(p, wide, smem, pool) for pool in self._pools]
     self._stage, self._phase, self._issue_stage = p.u32(0), p.u32(0), p.u32(0)
     self._c = lane & 3
     self._key = ((lane >> 2) & 1) | ((((lane >> 2) ^ lane) & 2) | ((lane >> 2) & 4))
-    self._targets = [self._target(pool) for pool in range(2)]
-    self._sources = [self._source(pool) for pool in range(2)]
+    self._targets = [self._target(pool) for pool in self._pools]
+    self._sources = [self._source(pool) for pool in self._pools]
+
+  def _find_arrays(self, arrays: dict[str, int]) -> None:
+    """Each of a few lanes copies one: where it is, bytes of a share, and its place in a stage."""
+    p, self._places, place = self._p, {}, 0
+    self._array = p.new("d", "mov.b64", p.pointer(next(iter(arrays))))
+    self._bytes, self._place = p.u32(0), p.u32(0)
+    for i, (name, nbytes) in enumerate(arrays.items()):
+      mine = self._lane.eq(i)
+      p.set(self._array, p.pointer(name), when=mine)
+      p.set(self._bytes, nbytes, when=mine)
+      p.set(self._place, place, when=mine)
+      self._places[name] = place
+      place += nbytes
 
   def _words(self, pool: int) -> int:
     """Of codes, of a quarter of a key."""
@@ -93,18 +106,18 @@ class Producer:
     with p.loop() as tiles:
       key = (first + done) * SHARED_TILE + (self._warp * SHARE + self._key)
       copies.wait(p, Mem(self._barriers + self._stage * 8), self._phase)
-      stage = p.mad(self._stage, self._rings.stage, self._ring)
+      stage = p.mad(self._stage, self._stage_bytes, self._ring)
       raw = [
-        [self._load(stage, pool, keys, unseen(key + keys) if pool else None) for keys in _KEYS]
-        for pool in range(2)
+        [self._load(stage, i, keys, unseen(key + keys) if pool else None) for keys in _KEYS]
+        for i, pool in enumerate(self._pools)
       ]
       self._advance()
       with p.when(self._issued < self._count):
         self._issue()
       of_tile = done % rounds if rounds > 1 else None
-      for pool, (slots, of_pool) in enumerate(zip(self._slots, raw, strict=True)):
+      for slots, of_pool, target in zip(self._slots, raw, self._targets, strict=True):
         slots.wait_empty()
-        target = slots.address + self._targets[pool]
+        target = slots.address + target
         if of_tile is not None:
           target = target + of_tile * (SHARED_TILE * wgmma.ROW)
         for keys, words in zip(_KEYS, of_pool, strict=True):
@@ -120,32 +133,32 @@ class Producer:
     p = self._p
     self._walk.reach(self._issued)
     barrier = Mem(self._barriers + self._issue_stage * 8)
-    copies.announce(p, barrier, self._rings.stage, self._first_lane)
+    copies.announce(p, barrier, self._stage_bytes, self._first_lane)
     p.sync_warp()
     (run,) = self._walk.runs(self._issued, self._work.head)
-    target = p.mad(self._issue_stage, self._rings.stage, self._ring) + self._place
+    target = p.mad(self._issue_stage, self._stage_bytes, self._ring) + self._place
     source = p.new("d", "mad.wide.u32", run, self._bytes, self._array)
-    copier = self._lane < len(_ARRAYS)
+    copier = self._lane < len(self._places)
     copies.start_copy(p, Mem(target), source, self._bytes, barrier, self._policy, copier)
     p.set(self._issued, self._issued + 1)
     p.set(self._issue_stage, self._after(self._issue_stage))
 
-  def _load(
-    self, stage: Reg, pool: int, keys: int, hidden: Reg | None
-  ) -> tuple[list[Reg], list[Reg]]:
+  def _load(self, stage: Reg, i: int, keys: int, hidden: Reg | None) -> tuple[list[Reg], list[Reg]]:
     """A quarter of one of eight keys: words of codes, and the scales of them.
 
     Args:
+      i: of the pools in a stage.
       hidden: nobody sees the key.
     """
-    p, rings, count = self._p, self._rings, self._words(pool)
-    codes, scales = self._sources[pool]
+    p, pool = self._p, self._pools[i]
+    count, name = self._words(pool), "kv"[pool]
+    codes, scales = self._sources[i]
     words = []
     for start in range(0, count, 4):
-      at = Mem(stage + codes, rings.place(pool) + keys * 16 * count + 4 * start)
+      at = Mem(stage + codes, self._places[name] + keys * 16 * count + 4 * start)
       words += p.load("shared", at, min(count, 4))
     blocks = count // 2  # of the quarter, a byte each
-    at = Mem(stage + scales, rings.place(2 + pool) + keys * 2 * count)
+    at = Mem(stage + scales, self._places[f"{name}_scale"] + keys * 2 * count)
     (raw,) = p.load("shared", at, size=blocks)
     if hidden is not None:
       raw = p.select(hidden, 0, raw)  # so that P, which is 0, does not meet a NaN
@@ -173,4 +186,5 @@ class Producer:
 
 
 def make_barriers(p: Ptx, rings: Rings, smem: Reg, when: Reg) -> None:
-  copies.make_barriers(p, smem + rings.barriers, WARPS * rings.stages, 1, when)
+  count = rings.producers * WARPS * rings.stages
+  copies.make_barriers(p, smem + rings.barriers(0), count, 1, when)

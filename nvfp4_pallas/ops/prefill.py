@@ -147,6 +147,15 @@ def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
   return _prefill_attention, f"by the plain kernel, not the one for whole query tiles: {not_whole}"
 
 
+def workspace_bytes(request: AttentionRequest) -> int:
+  """Of device memory, that mosaic_sm90 takes for wide keys and values while a call runs."""
+  from nvfp4_pallas.kernels import prefill_mosaic_sm90 as whole
+
+  chosen, _ = choose_kernel(request)
+  whole_tiles = getattr(chosen, "func", None) is _prefill_whole
+  return whole.workspace_bytes(request) if whole_tiles else 0
+
+
 def _prefill_xla(q, cache, batch, spec, new_kv, sinks):
   if 0 in (q.shape[0], batch.num_seqs, batch.max_pages):  # no row sees a key
     out = jnp.zeros((*q.shape[:2], cache.v.head_dim), jnp.float32)
