@@ -49,8 +49,9 @@ def _copy(block: Block, dense: Dense) -> None:
   pools = [Slots(p, dense, block.smem, pool) for pool in range(2)]
   policy = copies.evict_last(p)
   with p.loop() as items:
-    feed.fetch()
+    feed.tell()
     work.find(feed.next(), items)
+    feed.ask()
     block.bring_q_near(work)
     if dense.max_tiles is None:
       at = p.address(p.pointer("first_tiles"), work.seq, 4)

@@ -47,9 +47,11 @@ def _widen(block: Block, fused: Fused, index: int) -> None:
   with p.loop() as items:
     if index == 0:
       with p.when(warp.eq(0)):
-        feed.fetch()
+        feed.tell()
     work.find(feed.next(), items)
+    producer.begin(work)
     if index == 0:
       with p.when(warp.eq(0)):
+        feed.ask()
         block.bring_q_near(work)
-    producer.segment(work)
+    producer.segment()

@@ -58,7 +58,7 @@ from nvfp4_pallas.read_paths import AttentionSpec
 HEAD_DIMS = (64, 128, 256)
 FUSED_PATHS = ("nvfp4_dequant", "nvfp4_a4q")
 # Slots of K and of V, and stages of a widening warp's ring: the first that have room.
-SLOTS = (3, 3), (2, 2), (2, 1), (1, 1)
+SLOTS = (2, 2), (2, 1), (1, 1)
 STAGES = 4, 3, 2, 1
 # A consumer's registers that are not scores, P, O or q.
 OTHER_REGISTERS = 48

@@ -45,13 +45,13 @@ def in_order(p: Ptx, words: list[Reg], order: list[tuple[int, int]]) -> list[Reg
 
 def largest_of(p: Ptx, words: list[Reg]) -> Reg:
   """The float32 pattern of the largest magnitude in a row, of which four lanes have quarters."""
-  largest = p.u32(0)
-  for word in words:
-    for pattern in (word & 0x7FFF0000, (word << 16) & 0x7FFF0000):
-      p.set(largest, p.maximum(largest, pattern))
+  while len(words) > 1:
+    pairs = zip(words[::2], words[1::2], strict=True)
+    words = [p.max_magnitude_bf16x2(a, b) for a, b in pairs]
+  (word,) = words
   for step in (1, 2):
-    largest = p.maximum(largest, p.shuffle_xor(largest, step))
-  return largest
+    word = p.max_magnitude_bf16x2(word, p.shuffle_xor(word, step))
+  return p.maximum(word & 0x7FFF0000, (word << 16) & 0x7FFF0000)
 
 
 def unit_for(p: Ptx, largest: Reg, exponent: int) -> tuple[Reg, Reg]:

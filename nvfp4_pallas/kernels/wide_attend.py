@@ -45,7 +45,11 @@ def attend(wide: Teams, cut: Cut) -> Ptx:
     work = QueryWalk(p, cut, lane, scope, **options)
     with p.loop() as segments:
       work.start_segment()
-      worker.segment(work)
+      if isinstance(worker, Producer):
+        worker.begin(work)
+        worker.segment()
+      else:
+        worker.segment(work)
       work.end_segment()
       segments.leave_if(work.at_end)
       work.next_pair()

@@ -88,23 +88,27 @@ class Producer:
     codes = self._key * (16 * words) + self._c * (4 * words)
     return codes, self._key * (2 * words) + self._c * (words // 2)
 
-  def segment(self, work: QueryTile) -> None:
+  def begin(self, work: QueryTile) -> None:
+    """Starts the copies of a segment's first shares."""
     p = self._p
     self._work = work
-    rounds = self._wide.tile // SHARED_TILE  # of a wide tile
-    self._count, first = work.count * rounds, work.first_tile * rounds
+    self._rounds = self._wide.tile // SHARED_TILE  # of a wide tile
+    self._count, self._first = work.count * self._rounds, work.first_tile * self._rounds
     row = p.address(p.pointer("table"), work.seq, 4 * self._wide.max_pages)
-    first_share = first * WARPS + self._warp
+    first_share = self._first * WARPS + self._warp
     self._walk = PageWalk(
       p, self._pages, self._lane, row=row, kv_len=work.kv_len, first_tile=first_share
     )
-    self._issued, done = p.u32(0), p.u32(0)
+    self._issued = p.u32(0)
     with p.loop() as filling:
       filling.leave_if(self._issued >= p.minimum(self._count, self._rings.stages))
       self._issue()
-    unseen = work.unseen_by_all()
+
+  def segment(self) -> None:
+    p, done, rounds = self._p, self._p.u32(0), self._rounds
+    unseen = self._work.unseen_by_all()
     with p.loop() as tiles:
-      key = (first + done) * SHARED_TILE + (self._warp * SHARE + self._key)
+      key = (self._first + done) * SHARED_TILE + (self._warp * SHARE + self._key)
       copies.wait(p, Mem(self._barriers + self._stage * 8), self._phase)
       stage = p.mad(self._stage, self._stage_bytes, self._ring)
       raw = [
