@@ -334,7 +334,7 @@ def make_copy(machine, i: Instruction) -> Step:
 
 
 def _make_prefetch(machine, i: Instruction) -> Step:
-  """Moves nothing; but the bytes must be there."""
+  """Moves nothing; but the bytes must be an array's."""
   lanes, source, offset = _lanes(machine, i), machine.r.u64(i.args[0].base), i.args[0].offset
   size = machine.r.u32(i.args[1])
 
@@ -343,7 +343,7 @@ def _make_prefetch(machine, i: Instruction) -> Step:
       start, nbytes = int(source[lane]) + offset, int(size[lane])
       if start % 16 or nbytes % 16:
         raise PtxError(f"a prefetch of {nbytes} bytes from {start}: not multiples of 16")
-      machine.block.memory.copy_source(start, nbytes)
+      machine.block.memory.prefetch(start, nbytes)
 
   return prefetch
 

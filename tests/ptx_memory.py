@@ -172,6 +172,12 @@ class Memory:
       self._fail("copy", 1, index, allowed)
     return self.data[start : start + size].copy()
 
+  def prefetch(self, address: int, size: int) -> None:
+    """Brings bytes nearer, whatever they are; they must be an array's."""
+    start = address - BASE
+    if start < 0 or start + size > len(self.data) or not self.inside[start : start + size].all():
+      self._fail("copy", 1, np.arange(start, start + size), self.inside)
+
   def _fail(self, what: str, size: int, index: np.ndarray, allowed: Any = None):
     if allowed is None:
       allowed = self.loadable if what == "load" else self.storable

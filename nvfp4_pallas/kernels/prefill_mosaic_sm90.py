@@ -51,7 +51,7 @@ from nvfp4_pallas.kernels.dense_widen import Pages
 from nvfp4_pallas.kernels.ptx import WARPGROUP
 from nvfp4_pallas.kernels.ptx_launch import Kernel
 from nvfp4_pallas.kernels.whole_attend import CONSUMERS, QUERY_ROWS
-from nvfp4_pallas.kernels.wide_layout import SHARED_TILE, SMEM_BYTES, WARPS, Dense, Fused
+from nvfp4_pallas.kernels.wide_layout import SMEM_BYTES, WARPS, Dense, Fused
 from nvfp4_pallas.kernels.wide_tiles import Tiles
 from nvfp4_pallas.read_paths import AttentionSpec
 
@@ -251,7 +251,6 @@ def _q_fits(whole: dict[str, Any], registers: int) -> bool:
 
 
 def _fused(whole: dict[str, Any], pages: Pages, blocks: int) -> Kernel:
-  producers = whole["keys"].keys // SHARED_TILE * WARPS
   # With 256 columns those who attend leave too few registers for two warpgroups that widen.
   widening = 2 if max(pool.head_dim for pool in (whole["keys"], whole["values"])) <= 128 else 1
   in_registers = _q_fits(whole, fused_attend.REGISTERS[widening][0])
@@ -260,8 +259,9 @@ def _fused(whole: dict[str, Any], pages: Pages, blocks: int) -> Kernel:
     return Fused(
       slots=slots,
       stages=stages,
-      producers=producers,
+      producers=WARPS,
       q_in_registers=in_registers,
+      in_turns=True,
       widening=widening,
       reused=True,
       **whole,
@@ -280,7 +280,12 @@ def _dense(
 
   def make(slots, _) -> Dense:
     return Dense(
-      slots=slots, producers=1, q_in_registers=in_registers, max_tiles=max_tiles, **whole
+      slots=slots,
+      producers=1,
+      q_in_registers=in_registers,
+      in_turns=False,
+      max_tiles=max_tiles,
+      **whole,
     )
 
   dense = _first_with_room(make, (0,))

@@ -258,6 +258,7 @@ def _by_teams(cut: Cut, stages: int, common: dict[str, Any]) -> _Program:
     producers=WARPS,
     q_in_registers=common["q_levels"] < 2,
     stages=stages,
+    in_turns=False,
     widening=1,
     reused=False,
     **common,

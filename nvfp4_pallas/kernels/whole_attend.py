@@ -69,9 +69,11 @@ class Block:
         p, self.whole, self.smem, self.warp, self.lane, index=p.role, pieces=False
       )
       feed, work = self.item_feed(), ItemWalk(p, self.whole, self.lane)
+      consumer.first_turn()
       with p.loop() as items:
         work.find(feed.next(), items)
         consumer.segment(work)
+      consumer.last_turn()
       self._clear_padding()
 
   def _clear_padding(self) -> None:

@@ -43,6 +43,7 @@ from nvfp4_pallas.kernels.wide_layout import ROWS, THREADS, WARPS, Wide
 from nvfp4_pallas.kernels.wide_slots import Slots
 from nvfp4_pallas.kernels.wide_tiles import Tiles
 
+TURNS = 8  # the barrier of the first of two consumers; the other's is the next one
 ROWS_OF_LANE = range(2)  # of the 16 that a warp has of a product: g and g + 8
 
 
@@ -116,9 +117,11 @@ class Consumer:
       p.set(key, key + self.wide.tile)
       tiles.leave_if(key >= end)
       self.keys.wait_full()
-      self._multiply_keys()
       self.values.wait_full()
+      self._take_turn()
+      self._multiply_keys()
       self._multiply_values()
+      self._give_turn()
       wgmma.wait(p, 1)  # S
       self.keys.tell_empty(self.first_lane)
       self._finish_scores(key)
@@ -128,6 +131,29 @@ class Consumer:
     wgmma.wait(p, 0)
     self.values.tell_empty(self.first_lane)
     self._finish(v_global)
+
+  # Turns of two consumers, whose products then do not mix: while one's run, the other makes P.
+
+  def first_turn(self) -> None:
+    """Before all segments: the first consumer's."""
+    self._meet("bar.arrive", self.p.role.eq(1), 0)
+
+  def last_turn(self) -> None:
+    """After all: nobody may be left at a barrier."""
+    self._meet("bar.sync", self.p.role.eq(0), 0)
+
+  def _take_turn(self) -> None:
+    if self.wide.in_turns:
+      self.p.emit("bar.sync", self.p.role + TURNS, 2 * THREADS)
+
+  def _give_turn(self) -> None:
+    if self.wide.in_turns:
+      self.p.emit("bar.arrive", (self.p.role ^ 1) + TURNS, 2 * THREADS)
+
+  def _meet(self, op: str, who: Reg, turn: int) -> None:
+    if self.wide.in_turns:
+      with self.p.when(who):
+        self.p.emit(op, TURNS + turn, 2 * THREADS)
 
   def _global_scale(self, name: str, tiles: Tiles) -> Reg:
     """Of the head; 1 where the pool has none. Asked for early, as the answer takes a while."""

@@ -33,6 +33,7 @@ class Wide:
     consumers: warpgroups that attend.
     producers: arrivals that make a slot full.
     q_in_registers: where q is one operand; it spares shared memory a third of products' reads.
+    in_turns: whether two consumers start products in turns.
   """
 
   keys: Tiles
@@ -49,6 +50,7 @@ class Wide:
   consumers: int
   producers: int
   q_in_registers: bool
+  in_turns: bool
 
   @property
   def tile(self) -> int:
@@ -102,10 +104,6 @@ def aligned(nbytes: int, unit: int = wgmma.ALIGNMENT) -> int:
   return -(-nbytes // unit) * unit
 
 
-SHARED_TILE = 64  # keys that warps widen together
-SHARE = SHARED_TILE // WARPS
-
-
 @dataclasses.dataclass(frozen=True)
 class Rings:
   """Of each warp of warpgroups that widen a ring of stages, what it has fetched or is using.
@@ -113,12 +111,14 @@ class Rings:
   Attributes:
     begin: where they lie.
     stages: of a warp.
+    share: keys of a tile that a warp widens.
     head_dims: of K and V.
     producers: warpgroups: one for K and V, or one for each.
   """
 
   begin: int
   stages: int
+  share: int
   head_dims: tuple[int, int]
   producers: int
 
@@ -128,7 +128,7 @@ class Rings:
 
   def codes(self, pool: int) -> int:
     """Bytes of a share's codes."""
-    return SHARE * self.head_dims[pool] // 2
+    return self.share * self.head_dims[pool] // 2
 
   def scales(self, pool: int) -> int:
     return self.codes(pool) // 8
@@ -175,7 +175,8 @@ class Paged(Wide):
   @property
   def rings(self) -> Rings:
     head_dims = self.keys.head_dim, self.values.head_dim
-    return Rings(aligned(self._rings_after, 128), self.stages, head_dims, self.widening)
+    begin = aligned(self._rings_after, 128)
+    return Rings(begin, self.stages, self.tile // WARPS, head_dims, self.widening)
 
   @property
   def _rings_after(self) -> int:

@@ -1,10 +1,9 @@
 """The warpgroup that widens: NVFP4 tiles to float16 ones, for the warpgroups that attend. PTX.
 
-A warp has a ring of its own in shared memory, into which bulk copies bring its share of 64 keys, 16
-of K, of V or of both, which always lie in one page. It stores them as right operands of wgmma
-(wgmma.py): a row of a part is 64 columns of a key. Columns are in the order in which codes come out
-of their words, (0, 4), (1, 5), (2, 6), (3, 7) of each eight. A wide tile may take several rounds of
-64 keys.
+A warp has a ring of its own in shared memory, into which bulk copies bring its share of a tile, 16
+or 32 keys of K, of V or of both, in runs of keys that lie in one page. It stores them as right
+operands of wgmma (wgmma.py): a row of a part is 64 columns of a key. Columns are in the order in
+which codes come out of their words, (0, 4), (1, 5), (2, 6), (3, 7) of each eight.
 
 A lane takes a quarter c of a key's columns, and stores 16 bytes for each of its words of codes: of
 128 columns four. Eight lanes, which load or store at once, have two keys: an even one and an odd
@@ -24,10 +23,9 @@ from nvfp4_pallas.kernels.mma_fragments import e2m1_as_f16
 from nvfp4_pallas.kernels.page_walk import Pages, PageWalk
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
 from nvfp4_pallas.kernels.query_tile import QueryTile
-from nvfp4_pallas.kernels.wide_layout import SHARE, SHARED_TILE, WARPS, Fused, Rings, Teams
+from nvfp4_pallas.kernels.wide_layout import WARPS, Fused, Rings, Teams
 from nvfp4_pallas.kernels.wide_slots import Slots
 
-_KEYS = range(0, SHARE, 8)  # of a lane: its own of eight, and of the next eight
 _PIECES = wgmma.ROW // 16  # of a row
 
 
@@ -45,7 +43,9 @@ class Producer:
     self._warp, self._first_lane = warp, lane.eq(0)
     self._rings = rings = wide.rings
     self._pools, self._stage_bytes = rings.pools(index), rings.stage(index)
-    self._pages = Pages(wide.page_size, wide.num_pages, kv_heads, SHARE, stride=WARPS)
+    self._share = rings.share
+    self._keys = range(0, self._share, 8)  # of a lane: its own of each eight
+    self._pages = Pages(wide.page_size, wide.num_pages, kv_heads, self._share, stride=WARPS)
     self._ring = smem + self._warp * (rings.stages * self._stage_bytes) + rings.ring(index)
     self._barriers = smem + self._warp * (8 * rings.stages) + rings.barriers(index)
     self._policy = copies.evict_last(p) if wide.reused else copies.evict_first(p)
@@ -58,28 +58,31 @@ class Producer:
     self._sources = [self._source(pool) for pool in self._pools]
 
   def _find_arrays(self, arrays: dict[str, int]) -> None:
-    """Each of a few lanes copies one: where it is, bytes of a share, and its place in a stage."""
+    """Each of a few lanes copies a run of one: where the array is, bytes, and place in a stage."""
     p, self._places, place = self._p, {}, 0
     self._array = p.new("d", "mov.b64", p.pointer(next(iter(arrays))))
     self._bytes, self._place = p.u32(0), p.u32(0)
-    for i, (name, nbytes) in enumerate(arrays.items()):
-      mine = self._lane.eq(i)
-      p.set(self._array, p.pointer(name), when=mine)
-      p.set(self._bytes, nbytes, when=mine)
-      p.set(self._place, place, when=mine)
+    runs, self._copiers = self._pages.of_tile, 0
+    for name, nbytes in arrays.items():
       self._places[name] = place
-      place += nbytes
+      for _ in range(runs):
+        mine = self._lane.eq(self._copiers)
+        p.set(self._array, p.pointer(name), when=mine)
+        p.set(self._bytes, nbytes // runs, when=mine)
+        p.set(self._place, place, when=mine)
+        place += nbytes // runs
+        self._copiers += 1
 
   def _words(self, pool: int) -> int:
     """Of codes, of a quarter of a key."""
     return self._wide.pools[pool].head_dim // 32
 
   def _target(self, pool: int) -> Reg:
-    """Of the lane's first word of its first key. That of its second is 8 keys, 1024 bytes, on."""
+    """Of the lane's first word of its first key; those of its others are 8 keys, 1024 bytes, on."""
     words = self._words(pool)
     piece = self._c * words
     part = (piece // _PIECES) * self._wide.pools[pool].part
-    row = (self._warp * SHARE + self._key) * wgmma.ROW
+    row = (self._warp * self._share + self._key) * wgmma.ROW
     return part + row + (((piece & (_PIECES - 1)) ^ self._key) * 16)
 
   def _source(self, pool: int) -> tuple[Reg, Reg]:
@@ -92,45 +95,40 @@ class Producer:
     """Starts the copies of a segment's first shares."""
     p = self._p
     self._work = work
-    self._rounds = self._wide.tile // SHARED_TILE  # of a wide tile
-    self._count, self._first = work.count * self._rounds, work.first_tile * self._rounds
     row = p.address(p.pointer("table"), work.seq, 4 * self._wide.max_pages)
-    first_share = self._first * WARPS + self._warp
+    first_share = work.first_tile * WARPS + self._warp
     self._walk = PageWalk(
       p, self._pages, self._lane, row=row, kv_len=work.kv_len, first_tile=first_share
     )
     self._issued = p.u32(0)
     with p.loop() as filling:
-      filling.leave_if(self._issued >= p.minimum(self._count, self._rings.stages))
+      filling.leave_if(self._issued >= p.minimum(work.count, self._rings.stages))
       self._issue()
 
   def segment(self) -> None:
-    p, done, rounds = self._p, self._p.u32(0), self._rounds
-    unseen = self._work.unseen_by_all()
+    p, work, done = self._p, self._work, self._p.u32(0)
+    unseen = work.unseen_by_all()
     with p.loop() as tiles:
-      key = (self._first + done) * SHARED_TILE + (self._warp * SHARE + self._key)
+      first = (work.first_tile + done) * self._wide.tile
+      key = first + (self._warp * self._share + self._key)
       copies.wait(p, Mem(self._barriers + self._stage * 8), self._phase)
       stage = p.mad(self._stage, self._stage_bytes, self._ring)
       raw = [
-        [self._load(stage, i, keys, unseen(key + keys) if pool else None) for keys in _KEYS]
+        [self._load(stage, i, keys, unseen(key + keys) if pool else None) for keys in self._keys]
         for i, pool in enumerate(self._pools)
       ]
       self._advance()
-      with p.when(self._issued < self._count):
+      with p.when(self._issued < work.count):
         self._issue()
-      of_tile = done % rounds if rounds > 1 else None
       for slots, of_pool, target in zip(self._slots, raw, self._targets, strict=True):
         slots.wait_empty()
         target = slots.address + target
-        if of_tile is not None:
-          target = target + of_tile * (SHARED_TILE * wgmma.ROW)
-        for keys, words in zip(_KEYS, of_pool, strict=True):
+        for keys, words in zip(self._keys, of_pool, strict=True):
           self._widen(target, keys, *words)
         p.emit("fence.proxy.async.shared::cta")
-        last = None if of_tile is None else of_tile.eq(rounds - 1)
-        slots.tell_full(self._first_lane, last)
+        slots.tell_full(self._first_lane)
       p.set(done, done + 1)
-      tiles.leave_if(done >= self._count)
+      tiles.leave_if(done >= work.count)
 
   def _issue(self) -> None:
     """Starts the copies of the warp's next share."""
@@ -139,10 +137,12 @@ class Producer:
     barrier = Mem(self._barriers + self._issue_stage * 8)
     copies.announce(p, barrier, self._stage_bytes, self._first_lane)
     p.sync_warp()
-    (run,) = self._walk.runs(self._issued, self._work.head)
+    first, *others = self._walk.runs(self._issued, self._work.head)
+    for i, other in enumerate(others, start=1):
+      first = p.select((self._lane % self._pages.of_tile).eq(i), other, first)
     target = p.mad(self._issue_stage, self._stage_bytes, self._ring) + self._place
-    source = p.new("d", "mad.wide.u32", run, self._bytes, self._array)
-    copier = self._lane < len(self._places)
+    source = p.new("d", "mad.wide.u32", first, self._bytes, self._array)
+    copier = self._lane < self._copiers
     copies.start_copy(p, Mem(target), source, self._bytes, barrier, self._policy, copier)
     p.set(self._issued, self._issued + 1)
     p.set(self._issue_stage, self._after(self._issue_stage))

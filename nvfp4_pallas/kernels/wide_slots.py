@@ -39,16 +39,17 @@ class Slots:
     """At once the first time around: a barrier that was never used has an odd phase behind it."""
     copies.wait(self._p, self._barrier(self._empty), self._phase ^ 1)
 
-  def tell_full(self, first_lane: Reg, last: Reg | None = None) -> None:
-    """The warp has stored a share; after its last one, on to the next slot."""
-    self._p.sync_warp()
-    copies.arrive(self._p, self._barrier(self._full), first_lane)
-    self._advance(last)
+  def tell_full(self, first_lane: Reg) -> None:
+    """The warp's share is stored; on to the next slot."""
+    self._tell(self._full, first_lane)
 
   def tell_empty(self, first_lane: Reg) -> None:
     """The warp has read the slot; on to the next one."""
+    self._tell(self._empty, first_lane)
+
+  def _tell(self, barriers: Reg, first_lane: Reg) -> None:
     self._p.sync_warp()
-    copies.arrive(self._p, self._barrier(self._empty), first_lane)
+    copies.arrive(self._p, self._barrier(barriers), first_lane)
     self._advance()
 
   def copy(self, source: Reg, policy: Reg, when: Reg) -> None:
@@ -58,13 +59,11 @@ class Slots:
     copies.start_copy(p, Mem(self.address), source, self._bytes, barrier, policy, when)
     self._advance()
 
-  def _advance(self, when: Reg | None = None) -> None:
+  def _advance(self) -> None:
     p = self._p
-    around = self._slot.eq(self._count - 1)
-    around = around if when is None else around & when
-    p.set(self._phase, self._phase ^ 1, when=around)
-    p.set(self._slot, self._slot + 1, when=when)
-    p.set(self._slot, 0, when=around)
+    last = self._slot.eq(self._count - 1)
+    p.set(self._phase, self._phase ^ 1, when=last)
+    p.set(self._slot, p.select(last, 0, self._slot + 1))
 
   def _barrier(self, first: Reg) -> Mem:
     return Mem(first + self._slot * 8)
