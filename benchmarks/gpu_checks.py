@@ -229,7 +229,8 @@ def check_new_kv() -> str:
     numerics |= {"sinks": jnp.linspace(-1, 2, 8, dtype=jnp.float32)}
     run = jax.jit(functools.partial(nv.prefill, implementation="mosaic_sm90", **numerics))
     exact = oracle.attention(q, cache, batch.page_table, batch.kv_lens, batch.cu_q_lens, **numerics)
-    worst = max(worst, worst_row(f"new_kv {path}", run(q, cache, batch), exact))
+    bound = LSE_OF_FP8_PRODUCTS if path == "nvfp4_a8q" else 1e-3
+    worst = max(worst, worst_row(f"new_kv {path}", run(q, cache, batch), exact, bound))
   return f"check new_kv: 3 read paths, worst row {worst:.1e}"
 
 
@@ -255,11 +256,19 @@ def worst_of(runs, q, cache, batch, **options) -> float:
     results = run(q, cache, batch)
     if count_different(run(q, cache, batch), results):
       raise AssertionError(f"{name}: the same inputs gave other bits")
-    worst = max(worst, worst_row(name, results, exact))
+    bound = LSE_OF_FP8_PRODUCTS if numerics["read_path"] == "nvfp4_a8q" else 1e-3
+    worst = max(worst, worst_row(name, results, exact, bound))
   return worst
 
 
-def worst_row(name: str, results, exact: oracle.Attention) -> float:
+# The tensor cores of sm_90 cut products of 8-bit floats at 2^-13 of the largest of a sum. Of the
+# checks' 128 products none is above 4 (|q| < 5, |k| < 9.4, sm_scale .1), so a score is off by half
+# a unit of 2^-11 for each at most, .03 if all were cut the same way, and 2^-12 sqrt(128 / 3), or
+# 1.6e-3, as they are. Three rows in a thousand would be off by three times that.
+LSE_OF_FP8_PRODUCTS = 1e-2
+
+
+def worst_row(name: str, results, exact: oracle.Attention, lse_bound: float = 1e-3) -> float:
   """The largest relative error of a row; raises where one breaks the contract."""
   out, lse = (np.asarray(a).astype(np.float64) for a in results)
   sees = np.isfinite(exact.lse)
@@ -269,7 +278,7 @@ def worst_row(name: str, results, exact: oracle.Attention) -> float:
   error = np.linalg.norm((out - exact.out)[sees], axis=-1) / size
   lse_error = np.abs(lse[sees] - exact.lse[sees])
   # The contract: 5e-3 for the mean, twice that for any row.
-  if not (error.mean() <= 5e-3 and error.max() <= 1e-2 and lse_error.max() <= 1e-3):
+  if not (error.mean() <= 5e-3 and error.max() <= 1e-2 and lse_error.max() <= lse_bound):
     raise AssertionError(f"{name}: errors {error.max()}, lse {lse_error.max()}")
   return float(error.max())
 

@@ -69,3 +69,16 @@ def kernel_times(
     calls=tuple(1e3 * sum(ms for _, ms in group) for group in grouped),
     by_kernel={name: statistics.median(us) for name, us in samples.items()},
   )
+
+
+def joined(parts: Sequence[KernelTimes]) -> KernelTimes:
+  """Of the same calls, timed in several parts."""
+  names = {name for part in parts for name in part.by_kernel}
+  return KernelTimes(
+    names=parts[0].names,
+    calls=tuple(us for part in parts for us in part.calls),
+    by_kernel={
+      name: statistics.median(part.by_kernel.get(name, 0.0) for part in parts)
+      for name in sorted(names)
+    },
+  )

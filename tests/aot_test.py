@@ -47,12 +47,25 @@ class CompileTest(TestCase):
       operands = 2 if case.name == "tail/a4q" else 1
       self.assertEqual(report.ops["HGMMA"], 3 * 8 * operands + 8)
     if kernel in ("wide", "fused", "dense"):
-      self.assertEqual(report.hlo.count("custom-call("), 1 if kernel == "fused" else 2)
-      # Of the first tile and of the next: S, of each operand; O, and O of the last one.
-      operands, keys = (2 if case.name.endswith("a4q") else 1), (128 if kernel == "dense" else 64)
-      self.assertEqual(report.ops["HGMMA"], 2 * 8 * operands + 2 * keys // 16)
+      launches = {"fused": 1, "wide": 2, "dense": 3 if "a8q" in case.name else 2}[kernel]
+      self.assertEqual(report.hlo.count("custom-call("), launches)
+      if kernel == "fused":  # Q is quantised in the kernel
+        self.assertNotRegex(report.hlo, r" (fusion|convert|copy)\(")
+      self.check_products(case.name, report.ops)
     if case.donate:
       self.check_in_place(report.hlo, by_kernel=kernel != "definition")
+
+  def check_products(self, name, ops):
+    """Of the first tile and of the next: S, of each operand; O, and O of the last one."""
+    levels = {"a4q": 2}.get(name.rpartition("/")[2], 1) + name.endswith("256_a4q")
+    k_dim = 256 if "dim_256" in name else 64 if "64" in name else 128
+    small = "256" in name or name == "fused/masks" or name.startswith("wide/")
+    products = 2 * k_dim // 16 * levels, 2 * (64 if small else 128) // 16
+    if "a8q" in name:
+      self.assertEqual(ops["QGMMA"], products[0] // 2)
+      self.assertEqual(ops["HGMMA"], products[1])
+    else:
+      self.assertEqual(ops["HGMMA"], sum(products))
 
   def check_in_place(self, hlo, by_kernel):
     self.assertIn("input_output_alias=", hlo)

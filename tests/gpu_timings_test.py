@@ -1,6 +1,6 @@
 """The timed cases of `python3 -m benchmarks gpu`, traced for a GPU that is not there."""
 
-import itertools
+import functools
 from unittest import mock
 
 import jax
@@ -21,6 +21,13 @@ def trace_first(calls, wait=None, warm_up=2):
   trace_first.count = len(calls)
   jax.eval_shape(calls[0])
   return KernelTimes(names=("a", "b"), calls=(1.5, 2.0, 2.5), by_kernel={"a": 0.5, "b": 1.5})
+
+
+def called(calls):
+  """In place of kernel_times: runs all."""
+  for call in calls:
+    call()
+  return KernelTimes(names=("a",), calls=(1.0,) * len(calls), by_kernel={"a": 1.0})
 
 
 class TimingsTest(TestCase):
@@ -47,7 +54,7 @@ class TimingsTest(TestCase):
     self.assertEqual(row.bytes, 2 * 256 * bytes_per_token + 2 * (2 * q_len * 32 * 128 * 2))
     kernel = {1: "split-KV", 3: "for short queries", 200: "for whole query tiles"}[q_len]
     if formats[0] != "nvfp4" and q_len > 1:
-      kernel = "by the plain kernel"
+      kernel = "for whole query tiles"
     self.assertIn(kernel, row.reason or "")
     self.assertEqual(row.batch_invariant, False if q_len == 1 else None)
 
@@ -108,32 +115,48 @@ class TimingsTest(TestCase):
     self.assertAlmostEqual(row.tflops, flops / 2e-6 / 1e12)
     self.assertEqual(row.floor_us, max(row.bytes / RATE, flops / 800e12) * 1e6)
 
-  def prefills(self):
-    """(phase, read path and levels or cudnn, shape) in order."""
-    for case in gpu_timings.GROUPS["prefill"]:
-      if case.func is gpu_timings.cudnn_times:
-        yield case.args[0], "cudnn", case.args[1]
+  def prefills(self, cases):
+    """Read path and levels, or cudnn, of cases of a phase and shape."""
+    for case in cases:
+      if case.func is gpu_timings.cudnn_case:
+        yield (*case.args, "cudnn")
       else:
         phase, variant, shape = case.args
         levels = variant.q_levels if variant.read_path == "nvfp4_a4q" else ""
-        yield phase, f"{variant.read_path}{levels}", shape
+        yield phase, shape, f"{variant.read_path}{levels}"
 
   def test_prefills(self):
-    """Each shape has its fast read paths, then cuDNN; the slow ones come last."""
-    cases = list(self.prefills())
-    of = lambda phase, shape: [who for p, who, s in cases if (p, s) == (phase, shape)]
-    wide = ["fp8", "bf16"]
-    fast = ["nvfp4_repack", "nvfp4_a8q", "nvfp4_dequant", "cudnn"]
-    a4q = ["nvfp4_a4q1", "nvfp4_a4q2"]
-    self.assertEqual(of("prefill", gpu_timings.PREFILL), [*fast, *a4q, *wide])
-    self.assertEqual(of("prefill", gpu_timings.LONG_PREFILL), [*fast, *wide])
-    without_a8q = [who for who in fast if who != "nvfp4_a8q"]
-    self.assertEqual(of("prefill", gpu_timings.PREFILLS), without_a8q)
-    self.assertEqual(of("chunk", gpu_timings.CHUNK), [*without_a8q, a4q[1], *wide])
-    self.assertEqual([who for _, who, _ in cases[-6:]], wide * 3)
-    for before, (_, who, shape) in itertools.pairwise(cases):
-      if who == "cudnn":
-        self.assertEqual(before[1:], ("nvfp4_dequant", shape))
+    """Each shape's read paths take turns with cuDNN."""
+    turns = {}
+    for case in gpu_timings.GROUPS["prefill"]:
+      if case.func is gpu_timings.taking_turns:
+        cases, index = case.args
+        turns.setdefault(tuple(self.prefills(cases)), []).append(index)
+    wide = ["nvfp4_dequant", "fp8", "bf16", "cudnn"]
+    for phase, shape, paths in (
+      ("prefill", gpu_timings.PREFILL, ["nvfp4_repack", "nvfp4_a8q", *wide]),
+      ("prefill", gpu_timings.LONG_PREFILL, ["nvfp4_repack", "nvfp4_a8q", *wide]),
+      ("prefill", gpu_timings.PREFILLS, ["nvfp4_repack", "nvfp4_a8q", "nvfp4_dequant", "cudnn"]),
+      ("chunk", gpu_timings.CHUNK, ["nvfp4_dequant", "nvfp4_a8q", "fp8", "bf16", "cudnn"]),
+    ):
+      key = tuple((phase, shape, path) for path in paths)
+      self.assertEqual(turns[key], list(range(len(paths))))
+    alone = [c for c in gpu_timings.GROUPS["prefill"] if c.func is gpu_timings.attention_times]
+    self.assertLen(alone, 3)
+
+  def test_turns(self):
+    """Each case's own calls and row; a case after the other, several times."""
+    order = []
+    self.enter_context(mock.patch.object(gpu_timings, "kernel_times", called))
+
+    def timed(name):
+      call = lambda: order.append(name)
+      return gpu_timings.Timed([call] * 5, lambda times: (name, len(times.calls)))
+
+    cases = tuple(functools.partial(lambda name, rate: timed(name), name) for name in "ab")
+    rows = [gpu_timings.taking_turns(cases, i, RATE) for i in range(2)]
+    self.assertEqual(rows, [("a", 2 * gpu_timings.TURNS), ("b", 2 * gpu_timings.TURNS)])
+    self.assertEqual("".join(order), "aabb" * gpu_timings.TURNS)
 
   def test_groups(self):
     """Every bar has its case."""

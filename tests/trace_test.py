@@ -6,7 +6,7 @@ from unittest import mock
 
 from absl.testing import absltest
 
-from benchmarks.trace import kernel_times
+from benchmarks.trace import KernelTimes, joined, kernel_times
 from tests.base import TestCase
 
 
@@ -38,6 +38,15 @@ class TraceTest(TestCase):
   def test_calls_that_are_not_equal(self):
     with self.assertRaisesRegex(RuntimeError, "3 kernels traced for 2 equal calls"):
       self.times(2, ("a", 1.0), ("a", 1.0), ("b", 1.0))
+
+  def test_joined(self):
+    parts = [
+      KernelTimes(("a", "b"), (3.0, 5.0), {"a": 1.0, "b": 2.0}),
+      KernelTimes(("a", "b"), (4.0,), {"a": 3.0, "b": 2.0}),
+    ]
+    whole = joined(parts)
+    self.assertEqual(whole.calls, (3.0, 5.0, 4.0))
+    self.assertEqual(whole.by_kernel, {"a": 2.0, "b": 2.0})
 
 
 if __name__ == "__main__":

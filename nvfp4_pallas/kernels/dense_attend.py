@@ -39,6 +39,7 @@ def attend(dense: Dense, blocks: int) -> Ptx:
     p.emit("setmaxnreg.dec.sync.aligned.u32", REGISTERS["copy"])
     with p.when(block.warp.eq(0)):
       _copy(block, dense)
+    block.clear_padding()
   block.attend(REGISTERS["attend"])
   return p
 

@@ -55,3 +55,5 @@ def _widen(block: Block, fused: Fused, index: int) -> None:
         feed.ask()
         block.bring_q_near(work)
     producer.segment()
+  if index == 0:
+    block.clear_padding()

@@ -376,6 +376,14 @@ class Ptx:
     ballot = self.new("r", "vote.sync.ballot.b32", condition, ALL_LANES)
     return self.new("r", "popc.b32", ballot)
 
+  def uniform_bit(self, condition: Reg) -> Reg:
+    """1 where a condition that the warp agrees on is true, or 0.
+
+    ptxas lets a vote's result stand in a uniform register, and with it what is computed from it: a
+    descriptor of wgmma, which must be there, otherwise takes four more instructions a product.
+    """
+    return self.new("r", "vote.sync.ballot.b32", condition, ALL_LANES) & 1
+
   def any_lane(self, condition: Reg) -> Reg:
     return self.new("p", "vote.sync.any.pred", condition, ALL_LANES)
 

@@ -74,14 +74,12 @@ class Block:
         work.find(feed.next(), items)
         consumer.segment(work)
       consumer.last_turn()
-      self._clear_padding()
 
-  def _clear_padding(self) -> None:
-    """Rows of q past the last sequence: out 0 and lse -inf."""
+  def clear_padding(self) -> None:
+    """Rows of q past the last sequence: out 0 and lse -inf. By a warpgroup that does not attend."""
     p, whole = self.p, self.whole
     heads = whole.kv_heads * whole.group
     pieces = heads * whole.values.head_dim * (4 if whole.out_dtype == "float32" else 2) // 16
-    thread, threads = p.thread + p.role * THREADS, CONSUMERS * THREADS
     at = p.address(p.pointer("cu_q_lens"), p.u32(whole.num_seqs), 4)
     (end,) = p.load("global.nc", Mem(at))
     token = p.u32(end + p.program)
@@ -89,11 +87,11 @@ class Block:
     with p.loop() as tokens:
       tokens.leave_if(token >= whole.tokens)
       row = p.address(p.pointer("out"), token, 16 * pieces)
-      for start in range(0, pieces, threads):
-        piece = thread + start
+      for start in range(0, pieces, THREADS):
+        piece = p.thread + start
         p.store("global", Mem(p.address(row, piece, 16)), [zero] * 4, when=piece < pieces)
       row = p.address(p.pointer("lse"), token, 4 * heads)
-      for start in range(0, heads, threads):
-        head = thread + start
+      for start in range(0, heads, THREADS):
+        head = p.thread + start
         p.store("global", Mem(p.address(row, head, 4)), [nothing], when=head < heads)
       p.set(token, token + self.blocks)

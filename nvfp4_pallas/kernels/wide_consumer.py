@@ -16,6 +16,7 @@ its digits.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from typing import Any
@@ -45,6 +46,24 @@ from nvfp4_pallas.kernels.wide_tiles import Tiles
 
 TURNS = 8  # the barrier of the first of two consumers; the other's is the next one
 ROWS_OF_LANE = range(2)  # of the 16 that a warp has of a product: g and g + 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+  """A row of the query tile at its end; registers.
+
+  Attributes:
+    row, real: its number, and whether there is such.
+    out_row: of the results.
+    factor: of O.
+    lse: in log2 units.
+  """
+
+  row: Reg
+  real: Reg
+  out_row: Reg
+  factor: Reg
+  lse: Reg
 
 
 class Consumer:
@@ -127,10 +146,10 @@ class Consumer:
       self._finish_scores(key)
     self.values.wait_full()
     self._multiply_values()
-    v_global = self._global_scale("v", wide.values)
+    rows = self._close_rows(self._global_scale("v", wide.values))
     wgmma.wait(p, 0)
     self.values.tell_empty(self.first_lane)
-    self._finish(v_global)
+    self._store(rows)
 
   # Turns of two consumers, whose products then do not mix: while one's run, the other makes P.
 
@@ -322,10 +341,10 @@ class Consumer:
 
   # The end of a segment.
 
-  def _finish(self, v_global: Reg) -> None:
-    p, wide, dim = self.p, self.wide, self.wide.values.head_dim
-    out_scale = v_global * wide.values.unit
-    slot = self.work.tell_pieces(p.thread) if self.pieces else None
+  def _close_rows(self, v_global: Reg) -> list[_Row]:
+    """Of the lane's two rows; while the last product runs."""
+    p, rows = self.p, []
+    out_scale = v_global * self.wide.values.unit
     for half in ROWS_OF_LANE:
       total = self.sums[half]
       for step in (1, 2):
@@ -334,23 +353,30 @@ class Consumer:
       factor = p.select(empty, 0.0, p.reciprocal(total) * out_scale)
       lse = p.select(empty, NEG_INF, p.log2(total) - self.references[half])
       row = self._row(half)
-      real = self.work.is_row(row)
       out_row = self.work.q_row(self.work.row_or_last(row))
+      rows.append(_Row(row, self.work.is_row(row), out_row, factor, lse))
+    return rows
+
+  def _store(self, rows: list[_Row]) -> None:
+    p, wide, dim = self.p, self.wide, self.wide.values.head_dim
+    slot = self.work.tell_pieces(p.thread) if self.pieces else None
+    for half, row in enumerate(rows):
       for first in range(0, dim // 8, 4):
         of_eights = [
-          [self.out[4 * (first + i) + 2 * half + k] * factor for k in range(2)] for i in range(4)
+          [self.out[4 * (first + i) + 2 * half + k] * row.factor for k in range(2)]
+          for i in range(4)
         ]
         column = (self.c + first) * 8
+        place = p, wide.out_dtype, dim, row.out_row, column
         if slot is None and is_half(wide.out_dtype):
-          words = self._packed_columns(of_eights)
-          store_words(p, wide.out_dtype, dim, out_row, column, words, lse, real)
+          store_words(*place, self._packed_columns(of_eights), row.lse, row.real)
           continue
         columns = self._columns(of_eights)
-        whole = real if slot is None else real & self.work.is_whole
-        store_result(p, wide.out_dtype, dim, out_row, column, columns, lse, whole)
+        whole = row.real if slot is None else row.real & self.work.is_whole
+        store_result(*place, columns, row.lse, whole)
         if slot is not None:
-          piece = real & ~self.work.is_whole
-          store_piece(p, dim, slot * ROWS + row, column, columns, lse, piece)
+          piece = row.real & ~self.work.is_whole
+          store_piece(p, dim, slot * ROWS + row.row, column, columns, row.lse, piece)
 
   # Of each eight columns in V's order the lane c has those at 2 c and 2 c + 1; four lanes exchange
   # those of four eights, and the lane c has all of the eight c.

@@ -23,6 +23,7 @@ class Slots:
   """A warp's way around the slots of K (pool 0) or V (pool 1); registers."""
 
   def __init__(self, p: Ptx, wide: Wide, smem: Reg, pool: int):
+    assert wide.slots[pool] <= 2
     self._p, self._count, self._bytes = p, wide.slots[pool], wide.pools[pool].nbytes
     self._first = smem + wide.slots_of(pool)
     self._full, self._empty = (smem + wide.barriers(pool, empty) for empty in (False, True))
@@ -30,7 +31,8 @@ class Slots:
 
   @property
   def address(self) -> Reg:
-    return self._p.mad(self._slot, self._bytes, self._first)
+    """Of the slot; in a uniform register, where descriptors made from it then are too."""
+    return self._p.mad(self._p.uniform_bit(self._slot.ne(0)), self._bytes, self._first)
 
   def wait_full(self) -> None:
     copies.wait(self._p, self._barrier(self._full), self._phase)
