@@ -20,7 +20,7 @@ LENGTHS = (
   (1, (1, 4, 16, 64, 128, 512, 1024, 8192), (1024, 4096, 16384, 65536)),
   (16, (1, 16, 128), (1024, 4096, 16384)),
 )
-WITHOUT_DECODE = (REPACK, A8Q)  # no implementation for a GPU has it
+WITHOUT_DECODE = (A8Q,)  # no implementation for a GPU has it
 
 
 def _cases() -> Iterator[functools.partial]:

@@ -35,7 +35,7 @@ from nvfp4_pallas.kernels.mma_fragments import fragments
 from nvfp4_pallas.kernels.ptx_launch import Kernel
 from nvfp4_pallas.read_paths import AttentionSpec
 
-READ_PATHS = ("bf16", "fp8", "nvfp4_dequant", "nvfp4_a4q")
+READ_PATHS = ("bf16", "fp8", "nvfp4_dequant", "nvfp4_repack", "nvfp4_a4q")
 HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
 MAX_SOFT_CAP = 1000.0  # where its error, 18 * 2^-24 of it, is 1e-3 in a score
