@@ -1,13 +1,18 @@
 """The kernels for whole query tiles, PTX run by an emulator, on what kernel_tail_test.py has."""
 
 import dataclasses
+import functools
+import re
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from absl.testing import absltest, parameterized
 
+import nvfp4_pallas as nv
 from benchmarks import oracle
+from nvfp4_pallas import dispatch
 from nvfp4_pallas.kernels import softmax, whole_attend
 from tests import cases, kernel_tail_test, whole_emulation
 from tests.base import TestCase
@@ -265,6 +270,69 @@ class NewKeysTest(FormatsTest):
   def test_rows_that_begin_within_tiles(self):
     case = variant(WHOLE, q_lens=(130, 1, 200, 64, 0), kv_lens=(140, 9, 200, 64, 3), group=1)
     self.check(case, read_path="nvfp4_repack")
+
+
+class OperationTest(TestCase):
+  """What prefill makes of a call on Hopper, traced: there is no such GPU here."""
+
+  def traced(self, built, **options):
+    numerics = {"implementation": "mosaic_sm90"} | options
+    with dispatch.use_target(dispatch.Target("sm_90")):
+      prefill = functools.partial(nv.prefill, **numerics)
+      return jax.make_jaxpr(prefill)(built.q, built.cache, built.batch)
+
+  def launches(self, built, **options):
+    """Names of the kernels launched."""
+    return re.findall(r"name=((?:dense|fused|k)_\w+)", str(self.traced(built, **options)))
+
+  @parameterized.parameters(
+    ("nvfp4_dequant", ["fused_attend"]),
+    ("nvfp4_a4q", ["fused_attend"]),
+    ("nvfp4_repack", ["fused_attend"]),
+    ("nvfp4_a8q", ["k_scan", "dense_widen", "dense_attend"]),
+  )
+  def test_launches(self, path, names):
+    built = cases.build(variant(WHOLE, q_lens=(600,), kv_lens=(700,), group=1, head_dim=64))
+    sinks = jnp.zeros((2,), jnp.float32)
+    for options in ({}, {"sinks": sinks}):
+      self.assertEqual(self.launches(built, read_path=path, **options), names)
+      jaxpr = self.traced(built, read_path=path, **options)
+      out, lse = jaxpr.out_avals
+      self.assertEqual((out.shape, out.dtype), (built.q.shape, jnp.bfloat16))
+      self.assertEqual((lse.shape, lse.dtype), (built.q.shape[:2], jnp.float32))
+
+  def test_new_kv(self):
+    """A pass over the past and one over the rows of this step."""
+    built = cases.build(variant(WHOLE, q_lens=(40, 0), kv_lens=(140, 9)))
+    new_kv = (jnp.zeros((len(built.q), 2, 128), jnp.bfloat16),) * 2
+    rows = ["dense_widen", "dense_attend"]
+    for path, past in (("nvfp4_dequant", ["fused_attend"]), ("nvfp4_a8q", ["k_scan", *rows])):
+      self.assertEqual(self.launches(built, read_path=path, new_kv=new_kv), [*past, *rows])
+
+  def test_workspace(self):
+    """As large as the option allows, and what it holds."""
+    case = variant(WHOLE, q_lens=(2600,), kv_lens=(2600,), head_dim=64, v_head_dim=128)
+    built = cases.build(case)
+    tiles = -(-built.batch.max_pages * 32 // 128)
+    nbytes = 2 * tiles * 128 * (128 + 256)
+    for limit, names in (
+      (nbytes, ["dense_widen", "dense_attend"]),
+      (nbytes - 1, ["fused_attend"]),
+    ):
+      options = {"read_path": "nvfp4_repack", "max_workspace_bytes": limit}
+      self.assertEqual(self.launches(built, **options), names)
+    jaxpr = str(self.traced(built, read_path="nvfp4_repack"))
+    self.assertIn(f"u8[{2 * tiles},{128 * 128}]", jaxpr)
+    self.assertIn(f"u8[{2 * tiles},{128 * 256}]", jaxpr)
+    nbytes = 2 * tiles * 128 * (128 + 256)  # K as E4M3 fills half of rows of 128 bytes
+    with self.assertRaisesRegex(NotImplementedError, f"a workspace of {nbytes} bytes, the limit"):
+      self.traced(built, read_path="nvfp4_a8q", max_workspace_bytes=nbytes - 1)
+
+  @parameterized.parameters((-1, "not be negative, got -1"), (2.5, "be a whole number, got 2.5"))
+  def test_limits_that_are_none(self, limit, message):
+    built = cases.build(SHORT)
+    with self.assertRaisesRegex(ValueError, f"max_workspace_bytes must {message}"):
+      self.traced(built, read_path="nvfp4_repack", max_workspace_bytes=limit)
 
 
 def merged(first, second):

@@ -322,6 +322,18 @@ class ConversionTest(TestCase):
     np.testing.assert_array_equal(got & 0xFFFF, want[word & 0xFF])
     np.testing.assert_array_equal(got >> 16, want[word >> 8])
 
+  def test_every_f16(self):
+    """To float32, exactly; and two of them to E4M3."""
+    words = np.arange(2**16)
+    values = words.astype(np.uint16).view(np.float16).astype(np.float64)
+    got = each(lambda p, x: p.f16_to_f32(p.halves(x)[0]), words).view(np.float32)
+    np.testing.assert_array_equal(got, values)
+    other = np.roll(words, 77)
+    got = each(lambda p, x: p.widen(p.f16_to_e4m3(x)), words | other << 16)
+    want = to_nearest(values, "e4m3")
+    np.testing.assert_array_equal(got & 0xFF, want)
+    np.testing.assert_array_equal(got >> 8, np.roll(want, 77))
+
   def test_integers(self):
     words = np.array(WORDS)
     got = each(op("cvt.rn.f32.u32", "r", "f"), words)
@@ -981,6 +993,63 @@ class SharedWgmmaTest(TestCase):
   def test_operands_change(self, place):
     with self.assertRaisesRegex(PtxError, "race|an operand changed"):
       self.multiply(place)
+
+
+class ByteWgmmaTest(TestCase):
+  """E4M3, 32 of k at a time: the left operand in registers, or in shared memory."""
+
+  COLUMNS = 16
+
+  @parameterized.parameters(True, False)
+  def test_product(self, in_registers):
+    r = np.random.default_rng(0)
+    e4m3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    finite = np.flatnonzero(np.abs(e4m3.astype(np.float32)) <= 4).astype(np.uint8)
+    a, b = r.choice(finite, (64, 128)), r.choice(finite, (self.COLUMNS, 128))
+    rows = [np.concatenate([a, b])[i].reshape(8, 16)[np.arange(8) ^ i % 8] for i in range(64 + 16)]
+    p = Ptx(("x", "a", "y"))
+    for start in range(0, (64 + self.COLUMNS) * 8, THREADS):
+      chunk = p.load("global", Mem(p.address(p.pointer("x"), p.thread + start, 16)), 4)
+      p.store("shared", Mem(p.smem + (p.thread + start) * 16), chunk)
+    registers = p.load("global", Mem(p.address(p.pointer("a"), p.thread, 16)), 4)
+    p.emit("fence.proxy.async.shared::cta")
+    p.sync(THREADS)
+    acc = [p.f32(0.0) for _ in range(self.COLUMNS // 2)]
+    left = registers if in_registers else descriptor(p, p.smem)
+    p.emit("wgmma.fence.sync.aligned")
+    name = f"wgmma.mma_async.sync.aligned.m64n{self.COLUMNS}k32.f32.e4m3.e4m3"
+    p.emit(name, acc, left, descriptor(p, p.smem + 64 * 128), p.program.eq(0), 1, 1)
+    p.emit("wgmma.commit_group.sync.aligned")
+    p.emit("wgmma.wait_group.sync.aligned", 0)
+    for i in range(0, len(acc), 4):
+      p.store(
+        "global", Mem(p.address(p.pointer("y"), p.thread, 4 * len(acc)), 4 * i), acc[i : i + 4]
+      )
+    # A lane has four bytes of k of two rows, and those 16 on.
+    of_lanes = np.stack(
+      [
+        a[16 * w + g + 8 * (j % 2), 4 * c + 16 * (j // 2) : 4 * c + 16 * (j // 2) + 4]
+        for w in range(4)
+        for g in range(8)
+        for c in range(4)
+        for j in range(4)
+      ]
+    )
+    inputs = {"x": np.stack(rows), "a": of_lanes.reshape(THREADS, 16)}
+    memory = Memory(inputs, {"y": of_type((THREADS, len(acc)), np.float32)})
+    run(p, memory, smem_bytes=(64 + self.COLUMNS) * 128)
+    want = e4m3[a[:, :32]].astype(np.float32) @ e4m3[b[:, :32]].astype(np.float32).T
+    for warp, got in enumerate(memory.array("y").reshape(4, 32, -1)):
+      np.testing.assert_array_equal(got, result_fragments(want[16 * warp : 16 * warp + 16]))
+
+  def test_transposed(self):
+    p = Ptx(("x",))
+    acc = [p.f32(0.0) for _ in range(8)]
+    d = descriptor(p, p.smem)
+    name = "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3"
+    p.emit(name, acc, d, d, p.program.eq(0), 1, 1, 0, 1)
+    with self.assertRaises(NotImplementedError):
+      run(p, Memory({"x": np.zeros(4, np.uint32)}), smem_bytes=4096)
 
 
 # Memory and hazards.

@@ -15,7 +15,7 @@ from nvfp4_pallas.batch import RaggedBatch, check_batch, token_places
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
 from nvfp4_pallas.ops.checks import as_jax, check_attention, check_kv
-from nvfp4_pallas.ops.request import AttentionRequest, attention_request, attention_spec
+from nvfp4_pallas.ops.request import AttentionRequest, attention_request, attention_spec, whole
 from nvfp4_pallas.read_paths import round_q
 
 ROWS_PER_TILE = 32
@@ -99,6 +99,9 @@ def prefill(
     check_batch(batch, num_tokens=q.shape[0], page_size=cache.page_size, appends=True)
     if new_kv[0].shape[0] != q.shape[0]:
       raise ValueError(f"new_kv must have q's {q.shape[0]} tokens, got {new_kv[0].shape[0]}")
+  max_workspace_bytes = whole("max_workspace_bytes", max_workspace_bytes)
+  if max_workspace_bytes < 0:
+    raise ValueError(f"max_workspace_bytes must not be negative, got {max_workspace_bytes}")
   q, cache, batch, sinks, new_kv = as_jax(q, cache, batch, sinks, new_kv)
   request = attention_request(
     q,
@@ -126,22 +129,22 @@ def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
   prefill_mosaic_sm90.py gives blocks whole query tiles: PTX.
   attention_mosaic_sm90.py, plain Pallas, takes every other shape, and can be interpreted.
   """
-  from nvfp4_pallas.kernels import prefill_mosaic_sm90 as whole
+  from nvfp4_pallas.kernels import prefill_mosaic_sm90 as whole_tiles
   from nvfp4_pallas.kernels import tail_mosaic_sm90 as tail
 
   not_tail = tail.unsupported(request)
   if not_tail is None and request.num_tokens > MAX_TAIL * request.num_seqs:
     not_tail = f"sequences have more than {MAX_TAIL} new tokens on average"
-  if not_tail is None and whole.fills_gpu(request):
+  if not_tail is None and whole_tiles.fills_gpu(request):
     not_tail = "query tiles fill the GPU without cutting their keys"
-  not_whole = whole.unsupported(request)
+  not_whole = whole_tiles.unsupported(request)
   if current_target().interpret is not None:
     not_tail = not_whole = "its PTX cannot be interpreted"
   if not_tail is None:
     shape = request.num_tokens, request.num_seqs, request.num_kv_heads, request.group
     return _prefill_tail, f"by the kernel for short queries, {tail.choose_config(*shape)[1]}"
   if not_whole is None:
-    ahead, how = whole.widens_ahead(request)
+    ahead, how = whole_tiles.widens_ahead(request)
     run = functools.partial(_prefill_whole, ahead=ahead)
     return run, f"by the kernel for whole query tiles, as {not_tail}; {how}"
   return _prefill_attention, f"by the plain kernel, not the one for whole query tiles: {not_whole}"
@@ -149,11 +152,11 @@ def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
 
 def workspace_bytes(request: AttentionRequest) -> int:
   """Of device memory, that mosaic_sm90 takes for wide keys and values while a call runs."""
-  from nvfp4_pallas.kernels import prefill_mosaic_sm90 as whole
+  from nvfp4_pallas.kernels import prefill_mosaic_sm90 as kernel
 
   chosen, _ = choose_kernel(request)
-  whole_tiles = getattr(chosen, "func", None) is _prefill_whole
-  return whole.workspace_bytes(request) if whole_tiles else 0
+  by_it = getattr(chosen, "func", None) is _prefill_whole
+  return kernel.workspace_bytes(request) if by_it else 0
 
 
 def _prefill_xla(q, cache, batch, spec, new_kv, sinks):

@@ -96,13 +96,13 @@ def attention_spec(
     read_path,
     causal=bool(_known("causal", causal)),
     sm_scale=float(_known("sm_scale", sm_scale)),
-    window=None if window is None else _whole("window", window),
+    window=None if window is None else whole("window", window),
     soft_cap=None if soft_cap is None else float(_known("soft_cap", soft_cap)),
     q_levels=_known("q_levels", q_levels),
   )
 
 
-def _whole(name: str, value) -> int:
+def whole(name: str, value) -> int:
   try:
     return operator.index(_known(name, value))
   except TypeError:
