@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,10 @@ from absl.testing import absltest, parameterized
 import nvfp4_pallas as nv
 from benchmarks import oracle
 from nvfp4_pallas import dispatch
-from nvfp4_pallas.kernels import softmax, whole_attend
+from nvfp4_pallas.kernels import prefill_mosaic_sm90, softmax, whole_attend
 from tests import cases, kernel_tail_test, whole_emulation
 from tests.base import TestCase
-from tests.cases import Case
+from tests.cases import Built, Case
 from tests.decode_emulation import exact_of
 from tests.kernel_tail_test import SHORT, variant
 from tests.tail_emulation import bounds, spec_of
@@ -308,6 +309,32 @@ class OperationTest(TestCase):
     rows = ["dense_widen", "dense_attend"]
     for path, past in (("nvfp4_dequant", ["fused_attend"]), ("nvfp4_a8q", ["k_scan", *rows])):
       self.assertEqual(self.launches(built, read_path=path, new_kv=new_kv), [*past, *rows])
+
+  @parameterized.parameters(None, 9)
+  def test_numbers_of_new_kv(self, window):
+    """With sinks, by kernels that are emulated."""
+    built = cases.build(variant(WHOLE, q_lens=(40, 0, 2), kv_lens=(140, 9, 2)))
+    emulated = {
+      "attention": lambda q, cache, batch, spec, **options: whole_emulation.emulate(
+        Built(q, cache, batch, {}), spec, **options
+      ),
+      "attention_to_rows": lambda q, new_kv, batch, spec, **options: whole_emulation.emulate_rows(
+        Built(q, built.cache, batch, {}), new_kv, spec, **options
+      ),
+    }
+    r = np.random.default_rng(0)
+    k, v = (r.standard_normal((len(built.q), 2, 128)).astype(ml_dtypes.bfloat16) for _ in range(2))
+    options = {"read_path": "nvfp4_repack", "window": window, "sinks": jnp.linspace(-1, 1, 8)}
+    options["new_kv"] = jnp.asarray(k), jnp.asarray(v)
+    with mock.patch.multiple(prefill_mosaic_sm90, **emulated):
+      with dispatch.use_target(dispatch.Target("sm_90")):
+        out, lse = nv.prefill(
+          built.q, built.cache, built.batch, implementation="mosaic_sm90", **options
+        )
+    batch = built.batch.page_table, built.batch.kv_lens, built.batch.cu_q_lens
+    exact = oracle.attention(built.q, built.cache, *batch, **options)
+    spec = spec_of(built, read_path="nvfp4_repack")
+    judge(self, (np.asarray(out), np.asarray(lse)), exact, built, spec, wide_keys=True)
 
   def test_workspace(self):
     """As large as the option allows, and what it holds."""
