@@ -359,6 +359,20 @@ CASES = (
   Case("fused/dim_64", lambda: whole(abstract_cache(head_dim=64), "nvfp4_dequant"), 168),
   Case("fused/dim_256", lambda: whole(abstract_cache(head_dim=256), "nvfp4_dequant"), 168),
   Case(
+    "fused/dim_256_masks",
+    lambda: whole(
+      abstract_cache(head_dim=256), "nvfp4_dequant", window=999, soft_cap=30.0, causal=False
+    ),
+    168,
+  ),
+  Case(
+    "fused/dim_256_masks_a4q",
+    lambda: whole(
+      abstract_cache(head_dim=256), "nvfp4_a4q", q_levels=2, window=999, soft_cap=30.0, group=7
+    ),
+    168,
+  ),
+  Case(
     "fused/dim_256_a4q",
     lambda: whole(abstract_cache(head_dim=256), "nvfp4_a4q", q_levels=2),
     168,

@@ -170,38 +170,43 @@ def check_tails() -> str:
   )
 
 
-# Read path, whether keys are widened ahead, formats, head dim, options.
-WHOLE: tuple[tuple[str, bool, tuple[str, str], int, dict[str, Any]], ...] = (
-  ("nvfp4_dequant", False, ("nvfp4", "nvfp4"), 128, {}),
-  ("nvfp4_repack", True, ("nvfp4", "nvfp4"), 128, {}),
-  ("nvfp4_a8q", True, ("nvfp4", "nvfp4"), 128, {}),
-  ("nvfp4_a4q", False, ("nvfp4", "nvfp4"), 128, {"q_levels": 1}),
-  ("nvfp4_a4q", False, ("nvfp4", "nvfp4"), 128, {"q_levels": 2}),
-  ("nvfp4_dequant", False, ("nvfp4", "nvfp4"), 128, {"window": 90, "soft_cap": 30.0}),
-  ("nvfp4_a8q", True, ("nvfp4", "nvfp4"), 128, {"window": 90, "soft_cap": 30.0}),
-  ("nvfp4_repack", True, ("nvfp4", "nvfp4"), 128, {"causal": False}),
-  ("fp8", True, ("fp8", "fp8"), 128, {}),
-  ("bf16", True, ("bf16", "bf16"), 128, {}),
-  ("nvfp4_repack", True, ("bf16", "nvfp4"), 128, {}),
+# Read path, whether keys are widened ahead, formats, shapes, options.
+WHOLE: tuple[tuple[str, bool, tuple[str, str], dict[str, int], dict[str, Any]], ...] = (
+  ("nvfp4_dequant", False, ("nvfp4", "nvfp4"), {}, {}),
+  ("nvfp4_repack", True, ("nvfp4", "nvfp4"), {}, {}),
+  ("nvfp4_a8q", True, ("nvfp4", "nvfp4"), {}, {}),
+  ("nvfp4_a4q", False, ("nvfp4", "nvfp4"), {}, {"q_levels": 1}),
+  ("nvfp4_a4q", False, ("nvfp4", "nvfp4"), {}, {"q_levels": 2}),
+  ("nvfp4_dequant", False, ("nvfp4", "nvfp4"), {}, {"window": 90, "soft_cap": 30.0}),
+  ("nvfp4_a8q", True, ("nvfp4", "nvfp4"), {}, {"window": 90, "soft_cap": 30.0}),
+  ("nvfp4_repack", True, ("nvfp4", "nvfp4"), {}, {"causal": False}),
+  ("fp8", True, ("fp8", "fp8"), {}, {}),
+  ("bf16", True, ("bf16", "bf16"), {}, {}),
+  ("nvfp4_repack", True, ("bf16", "nvfp4"), {}, {}),
   *(
-    (path, path != "nvfp4_dequant", ("nvfp4", "nvfp4"), dim, {})
+    (path, path != "nvfp4_dequant", ("nvfp4", "nvfp4"), {"dim": dim}, {})
     for path in ("nvfp4_dequant", "nvfp4_repack", "nvfp4_a8q")
     for dim in (64, 256)
   ),
+  ("nvfp4_dequant", False, ("nvfp4", "nvfp4"), {"dim": 256}, {"window": 90, "soft_cap": 30.0}),
+  ("nvfp4_a4q", False, ("nvfp4", "nvfp4"), {"dim": 64, "v_dim": 256}, {"q_levels": 2}),
+  ("nvfp4_dequant", False, ("nvfp4", "nvfp4"), {"page_size": 16, "group": 1}, {}),
+  ("nvfp4_a8q", True, ("nvfp4", "nvfp4"), {"page_size": 32, "group": 7, "v_dim": 64}, {}),
+  ("nvfp4_repack", True, ("nvfp4", "fp8"), {"page_size": 256, "group": 100}, {}),
 )
 
 
 def check_whole_tiles() -> str:
   """The programs for whole query tiles, with padding rows, against float64; and sequences alone."""
   worst = 0.0
-  for path, ahead, formats, dim, options in WHOLE:
+  for path, ahead, formats, shape, options in WHOLE:
     q, cache, batch = ragged_prefill(
-      (500, 0, 1, 333), (90, 0, 1, 70), formats, dim=dim, padding_rows=3
+      (500, 0, 1, 333), (90, 0, 1, 70), formats, padding_rows=3, **shape
     )
     run = functools.partial(prefill_mosaic_sm90.attention, ahead=ahead)
-    name = f"{path} {formats} {dim} {options}"
+    name = f"{path} {formats} {shape} {options}"
     worst = max(worst, worst_of({name: run}, q, cache, batch, read_path=path, **options))
-    spec = AttentionSpec(path, True, 0.1)
+    spec = AttentionSpec(**{"read_path": path, "causal": True, "sm_scale": 0.1} | options)
     check_alone(name, jax.jit(functools.partial(run, spec=spec)), q, cache, batch)
   return f"check whole query tiles: {len(WHOLE)} kernels, worst row {worst:.1e}; alone, same bits"
 
@@ -235,13 +240,18 @@ def check_new_kv() -> str:
 
 
 def ragged_prefill(
-  lens, q_lens, formats=("nvfp4", "nvfp4"), *, dim: int = 128, padding_rows: int = 0
+  lens, q_lens, formats=("nvfp4", "nvfp4"), *, padding_rows: int = 0, group: int = 4, **shape: int
 ):
   """ragged_decode's caches with q_lens new tokens."""
-  _, cache, decode = ragged_decode(lens, *formats, dim=dim)
+  _, cache, decode = ragged_decode(lens, *formats, **shape)
   starts = np.cumsum([0, *q_lens])
-  shape = starts[-1] + padding_rows, 8, cache.k.head_dim
-  q = jnp.asarray(np.random.default_rng(4).standard_normal(shape), jnp.bfloat16)
+  q_heads = group * cache.num_kv_heads
+  q = jnp.asarray(
+    np.random.default_rng(4).standard_normal(
+      (starts[-1] + padding_rows, q_heads, cache.k.head_dim)
+    ),
+    jnp.bfloat16,
+  )
   starts = jnp.asarray(starts, jnp.int32)
   return q, cache, nv.RaggedBatch(decode.page_table, decode.kv_lens, starts)
 
@@ -300,10 +310,12 @@ def check_decode_bits(q, cache, batch) -> None:
       raise AssertionError(f"sequence {s} alone has other bits than in the batch")
 
 
-def ragged_decode(lens, k_format: str, v_format: str, dim: int = 128):
+def ragged_decode(
+  lens, k_format: str, v_format: str, *, dim: int = 128, v_dim: int = 0, page_size: int = 64
+):
   """(q, cache, batch): random bytes in random pages, and NaN wherever nothing may be read."""
   r = np.random.default_rng(3)
-  heads, page_size = 2, 64
+  heads = 2
   pages = [-(-n // page_size) for n in lens]
   num_pages = sum(pages) + 1
   order = np.split(r.permutation(num_pages)[: sum(pages)], np.cumsum(pages)[:-1])
@@ -314,7 +326,7 @@ def ragged_decode(lens, k_format: str, v_format: str, dim: int = 128):
     keys = np.arange(n)
     live[table[s, keys // page_size], 0, keys % page_size] = True
 
-  def pool(format: str) -> nv.PagePool:
+  def pool(format: str, dim: int) -> nv.PagePool:
     shape = (num_pages, heads, page_size)
     scale = None if format == "bf16" else jnp.asarray(r.uniform(0.4, 1.7, heads), jnp.float32)
     if format == "nvfp4":
@@ -327,7 +339,7 @@ def ragged_decode(lens, k_format: str, v_format: str, dim: int = 128):
     return nv.PagePool(jnp.asarray(values.astype(np.float32).astype(dtype)), None, scale, format)
 
   q = jnp.asarray(r.standard_normal((len(lens), 4 * heads, dim)), jnp.bfloat16)
-  cache = nv.PagedKVCache(k=pool(k_format), v=pool(v_format))
+  cache = nv.PagedKVCache(k=pool(k_format, dim), v=pool(v_format, v_dim or dim))
   batch = nv.RaggedBatch.for_decode(jnp.asarray(table, jnp.int32), jnp.asarray(lens, jnp.int32))
   return q, cache, batch
 

@@ -328,16 +328,51 @@ def taking_turns(cases: tuple[Callable[[float], Timed], ...], index: int, copy_r
 
   Long calls heat the GPU until it slows down: whoever came first would look fastest.
   """
-  return _rows_in_turns(cases, copy_rate)[index]
+  row = _rows_in_turns(cases, copy_rate)[index]
+  if isinstance(row, Exception):
+    raise row
+  return row
 
 
 @functools.lru_cache(maxsize=1)
-def _rows_in_turns(cases: tuple[Callable[[float], Timed], ...], copy_rate: float) -> list[Row]:
-  timed = [case(copy_rate) for case in cases]
-  turns = [[kernel_times(t.calls[:2]) for t in timed] for _ in range(TURNS)]
-  return [
-    t.row(joined(of_case)) for t, of_case in zip(timed, zip(*turns, strict=True), strict=True)
-  ]
+def _rows_in_turns(
+  cases: tuple[Callable[[float], Timed], ...], copy_rate: float
+) -> list[Row | Exception]:
+  turns = [_Turns(case, copy_rate) for case in cases]
+  for turn in range(TURNS):
+    for case in turns:
+      case.take(turn)
+  return [case.result() for case in turns]
+
+
+class _Turns:
+  """A case's, each with calls of other memory than the last one's; or what went wrong."""
+
+  def __init__(self, case: Callable[[float], Timed], copy_rate: float):
+    self._times: list[KernelTimes] = []
+    self._error: Exception | None = None
+    self._timed: Any = self._try(lambda: case(copy_rate))
+
+  def take(self, turn: int) -> None:
+    if self._error is not None or not self._timed.calls:
+      return
+    calls = self._timed.calls
+    if turn == 0:
+      self._try(lambda: jax.block_until_ready([call() for call in calls[-2:]]))
+    two = [calls[(2 * turn + i) % len(calls)] for i in range(2)]
+    times = self._try(lambda: kernel_times(two, warm_up=0))
+    if times is not None:
+      self._times.append(times)
+
+  def result(self) -> Row | Exception:
+    return self._error or self._timed.row(joined(self._times) if self._times else None)
+
+  def _try(self, action: Callable[[], Any]) -> Any:
+    try:
+      return action()
+    except Exception as error:  # noqa: BLE001 - the other cases go on
+      self._error = error
+      return None
 
 
 _case = functools.partial

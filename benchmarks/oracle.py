@@ -104,8 +104,8 @@ def round_q(q, read_path, q_levels) -> np.ndarray:
     return total
   if read_path != "nvfp4_a8q":
     return q.astype(np.float64)
-  amax = np.abs(q).max(axis=-1, keepdims=True)
-  scale = np.where(amax > 0, amax / np.float32(448), np.float32(1)).astype(np.float32)
+  amax = np.maximum(np.abs(q).max(axis=-1, keepdims=True), np.float32(2.0**-100))
+  scale = (amax / np.float32(448)).astype(np.float32)
   y = q / scale
   rounded = np.copysign(E4M3[nearest_even(np.minimum(np.abs(y), 448), E4M3)], y)
   return rounded * scale.astype(np.float64)

@@ -15,7 +15,8 @@ Q' and K' are. V' is always the decoded cache, exact.
 `nvfp4_dequant` and `nvfp4_repack` are equal as numbers: NVFP4 without its global scale is exact in
 bfloat16; they differ in when the work is done. A4Q's second level is the residual of the first
 (groups of 16, E4M3 scales, global scale 1: groups of Q whose largest value is under 2^-10 * 6
-become zero, values beyond 2688 saturate). A8Q scales a query row by s_q = amax / 448 and a KV
+become zero, values beyond 2688 saturate). A8Q scales a query row by
+s_q = max(amax, 2^-100) / 448, so that neither it nor what is divided by it is subnormal, and a KV
 head of a sequence by s_k = the least power of two that brings 6 * max(block_scale) to 448 or less.
 """
 
@@ -31,6 +32,7 @@ from nvfp4_pallas.cache import PagedKVCache
 
 READ_PATHS = ("bf16", "fp8", "nvfp4_dequant", "nvfp4_repack", "nvfp4_a4q", "nvfp4_a8q")
 Q_LEVELS = (1, 2)
+LEAST_A8Q_AMAX = 2.0**-100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +80,8 @@ def round_q(q: jax.Array, spec: AttentionSpec) -> jax.Array:
     return nvfp4.decode(nvfp4.encode(q, levels=spec.q_levels), jnp.float32)
   if spec.read_path != "nvfp4_a8q":
     return q
-  amax = jnp.max(jnp.abs(q), axis=-1, keepdims=True)
-  scale = jnp.where(amax > 0, nvfp4.divide(amax, jnp.float32(nvfp4.E4M3_MAX)), 1.0)
+  amax = jnp.maximum(jnp.max(jnp.abs(q), axis=-1, keepdims=True), LEAST_A8Q_AMAX)
+  scale = nvfp4.divide(amax, jnp.float32(nvfp4.E4M3_MAX))
   return round_e4m3_signed(nvfp4.divide(q, scale)) * scale
 
 

@@ -23,8 +23,9 @@ def trace_first(calls, wait=None, warm_up=2):
   return KernelTimes(names=("a", "b"), calls=(1.5, 2.0, 2.5), by_kernel={"a": 0.5, "b": 1.5})
 
 
-def called(calls):
+def called(calls, warm_up):
   """In place of kernel_times: runs all."""
+  assert warm_up == 0  # which would be on the same memory
   for call in calls:
     call()
   return KernelTimes(names=("a",), calls=(1.0,) * len(calls), by_kernel={"a": 1.0})
@@ -149,14 +150,22 @@ class TimingsTest(TestCase):
     order = []
     self.enter_context(mock.patch.object(gpu_timings, "kernel_times", called))
 
-    def timed(name):
-      call = lambda: order.append(name)
-      return gpu_timings.Timed([call] * 5, lambda times: (name, len(times.calls)))
+    def timed(name, rate):
+      del rate
+      if name == "x":
+        raise ValueError("no such case")
+      calls = [functools.partial(order.append, f"{name}{i}") for i in range(5 * (name != "-"))]
+      return gpu_timings.Timed(calls, lambda times: (name, times and len(times.calls)))
 
-    cases = tuple(functools.partial(lambda name, rate: timed(name), name) for name in "ab")
-    rows = [gpu_timings.taking_turns(cases, i, RATE) for i in range(2)]
-    self.assertEqual(rows, [("a", 2 * gpu_timings.TURNS), ("b", 2 * gpu_timings.TURNS)])
-    self.assertEqual("".join(order), "aabb" * gpu_timings.TURNS)
+    cases = tuple(functools.partial(timed, name) for name in "ax-b")
+    rows = [gpu_timings.taking_turns(cases, i, RATE) for i in (0, 2, 3)]
+    count = 2 * gpu_timings.TURNS
+    self.assertEqual(rows, [("a", count), ("-", None), ("b", count)])
+    with self.assertRaisesRegex(ValueError, "no such case"):
+      gpu_timings.taking_turns(cases, 1, RATE)
+    # First to warm up, then other calls in each turn.
+    first = "a3 a4 a0 a1 b3 b4 b0 b1 a2 a3 b2 b3 a4 a0 b4 b0"
+    self.assertEqual(" ".join(order).split()[: len(first.split())], first.split())
 
   def test_groups(self):
     """Every bar has its case."""

@@ -127,6 +127,13 @@ class FormatsTest(TestCase):
     case = variant(WHOLE, head_dim=dims[0], v_head_dim=dims[1])
     self.check(case, ahead=path != "nvfp4_dequant", read_path=path)
 
+  @parameterized.product(dims=((64, 64), (64, 256), (256, 256)), page_size=(16, 64), ahead=(0, 1))
+  def test_head_dims_under_masks(self, dims, page_size, ahead):
+    """Fused, tiles of 256 columns then have 32 keys."""
+    case = variant(WHOLE, head_dim=dims[0], v_head_dim=dims[1], page_size=page_size)
+    path = "nvfp4_repack" if ahead else "nvfp4_dequant"
+    self.check(case, ahead=bool(ahead), read_path=path, window=45, soft_cap=9.0)
+
   @parameterized.product(dims=((64, 64), (256, 256)), q_levels=(1, 2))
   def test_head_dims_of_a4q(self, dims, q_levels):
     case = variant(WHOLE, head_dim=dims[0], v_head_dim=dims[1])
@@ -163,7 +170,7 @@ class WholeTest(TestCase):
     """Each row has a scale of its own: zeros, and rows far from each other."""
     built = cases.build(WHOLE)
     q = np.array(built.q).astype(np.float64)
-    q[::2] *= 2.0**-40
+    q[::2] *= 2.0 ** -np.arange(0, 140, 140 / len(q[::2])).reshape(-1, 1, 1)
     q[1], q[2] = 0, q[2] * 2.0**10
     built = dataclasses.replace(built, q=jnp.asarray(q, jnp.bfloat16))
     spec = spec_of(built, read_path="nvfp4_a8q")
@@ -352,10 +359,22 @@ class OperationTest(TestCase):
     self.assertIn(f"u8[{2 * tiles},{128 * 128}]", jaxpr)
     self.assertIn(f"u8[{2 * tiles},{128 * 256}]", jaxpr)
     nbytes = 2 * tiles * 128 * (128 + 256)  # K as E4M3 fills half of rows of 128 bytes
+    # With new_kv's rows beside, of bfloat16.
+    rows = 2 * (len(built.q) // 128 + 1) * 128 * (128 + 256)
+    new_kv = tuple(jnp.zeros((len(built.q), 2, dim), jnp.bfloat16) for dim in (64, 128))
+    of_rows = ["dense_widen", "dense_attend"]
+    for limit, names in ((nbytes + rows, of_rows), (nbytes + rows - 1, ["fused_attend"])):
+      options = {"read_path": "nvfp4_repack", "max_workspace_bytes": limit, "new_kv": new_kv}
+      self.assertEqual(self.launches(built, **options), [*names, *of_rows])
     with self.assertRaisesRegex(NotImplementedError, f"a workspace of {nbytes} bytes, the limit"):
       self.traced(built, read_path="nvfp4_a8q", max_workspace_bytes=nbytes - 1)
 
-  @parameterized.parameters((-1, "not be negative, got -1"), (2.5, "be a whole number, got 2.5"))
+  @parameterized.parameters(
+    (-1, "not be negative, got -1"),
+    (2.5, "be a whole number, got 2.5"),
+    (True, "be a whole number, got True"),
+    (None, "be a whole number, got None"),
+  )
   def test_limits_that_are_none(self, limit, message):
     built = cases.build(SHORT)
     with self.assertRaisesRegex(ValueError, f"max_workspace_bytes must {message}"):

@@ -491,7 +491,7 @@ class DispatchTest(TestCase):
     ({"v_head_dim": 96}, "attention", "has head dims 64, 128, 256, got v_head_dim 96"),
     ({"formats": ("nvfp4", "bf16")}, "attention", "K and V in nvfp4, got nvfp4 and bf16"),
     ({"formats": ("fp8", "nvfp4")}, "attention", "K and V in nvfp4, got fp8 and nvfp4"),
-    ({"new_kv": True}, "whole", "new_kv must be appended first"),
+    ({"new_kv": True}, "whole", "reads all keys from the cache, not new_kv"),
     ({"spec": AttentionSpec("nvfp4_dequant", True, 0.0)}, "attention", "sm_scale must not be 0"),
     ({"spec": AttentionSpec("nvfp4_a4q", True, -1.0)}, "tail", "by the kernel for short"),
     ({"spec": AttentionSpec("nvfp4_a8q", True, 1.0)}, "whole", "not nvfp4_a8q"),
@@ -538,9 +538,26 @@ class DispatchTest(TestCase):
       ):
         prefill_op.resolve_prefill(request, "mosaic_sm90")
 
+  def test_repack_is_dequant_to_decode(self):
+    """Whose kernels widen each value once."""
+    built = cases.build(SHORT)
+    for head_dim, reason in ((128, "split-KV"), (96, "prefill's kernel")):
+      requests = [
+        dataclasses.replace(
+          attention_request(built.q, built.cache, AttentionSpec(path, True, 1.0), num_seqs=7),
+          head_dim=head_dim,
+        )
+        for path in ("nvfp4_dequant", "nvfp4_repack")
+      ]
+      with dispatch.use_target(dispatch.Target("sm_90")):
+        dequant, repack = (resolve_decode(request) for request in requests)
+      self.assertEqual(dequant, repack)
+      self.assertEqual(repack.implementation, "mosaic_sm90")
+      self.assertRegex(repack.reason, reason)
+
   def test_reasons_of_both_kernels(self):
     built = cases.build(SHORT)
-    spec = AttentionSpec("nvfp4_repack", True, 1.0, soft_cap=2000.0)
+    spec = AttentionSpec("nvfp4_a8q", True, 1.0, soft_cap=2000.0)
     request = attention_request(built.q, built.cache, spec, num_seqs=2)
     with dispatch.use_target(dispatch.Target("sm_90")):
       with self.assertRaisesRegex(

@@ -64,7 +64,7 @@ from nvfp4_pallas.kernels.kv_loaders import (
 from nvfp4_pallas.kernels.query_tiles import ROWS, QueryTiles, Work
 from nvfp4_pallas.read_paths import AttentionSpec
 
-READ_PATHS = ("bf16", "fp8", "nvfp4_dequant", "nvfp4_a4q")
+READ_PATHS = ("bf16", "fp8", "nvfp4_dequant", "nvfp4_repack", "nvfp4_a4q")
 SMEM_BYTES = 227 * 1024
 MAX_OUT_WIDTH = 160  # columns of O in a block; with more the compiler spills registers
 LOG2_E = math.log2(math.e)

@@ -13,6 +13,7 @@ both with format.py.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from nvfp4_pallas import format as nvfp4
 from nvfp4_pallas.kernels.ptx import Ptx, Reg
@@ -186,15 +187,28 @@ def encode_fp8(p: Ptx, words: list[Reg], global_scale: Reg) -> list[Reg]:
   The quotient is computed 256 times smaller, so that it overflows only when it is multiplied by
   256, exactly where fl(x / global_scale) does.
   """
-  divisor = p.multiply(global_scale, 256.0)
+
+  def finite(q: Reg) -> Reg:
+    q = p.multiply(q, 256.0)
+    return p.fma(q, 0.0, q)  # infinities become NaN
+
+  return e4m3_quotients(p, words, p.multiply(global_scale, 256.0), finite)
+
+
+def e4m3_quotients(
+  p: Ptx, words: list[Reg], divisor: Reg, finish: Callable[[Reg], Reg] = lambda q: q
+) -> list[Reg]:
+  """E4M3 of finish(fl(x / divisor)), NaN where x or the divisor is not finite.
+
+  The divisor, its inverse and x over it must be normal numbers.
+  """
   inverse = inverse_above(p, divisor)
 
   def quotient(x: Reg) -> Reg:
     q = p.multiply(x, inverse)
     # Subtracted the other way round: a zero then keeps its sign.
     surplus = p.fma(divisor, q, p.negative(x))
-    q = p.multiply(p.fma(p.negative(surplus), inverse, q), 256.0)
-    return p.fma(q, 0.0, q)  # infinities become NaN
+    return finish(p.fma(p.negative(surplus), inverse, q))
 
   halves = [
     p.e4m3x2(quotient(p.as_f32(word << 16)), quotient(p.as_f32(word & 0xFFFF0000)))

@@ -21,6 +21,8 @@ Limits that the definition does not have:
 - Where K is not bf16, q of a query tile and KV head has one unit (a row's own with A8Q, none with
   A4Q): a row 2^-31 as large as the tile's largest still has all of bfloat16's digits, one 2^-39 as
   large has none left.
+- FP8 products (A8Q) are cut at 2^-13 of the largest of those that are summed together: scores of
+  keys with one channel far above the others have some 13 bits of that channel's product.
 - When V of a key is not finite (a faulty block), rows that do not see the key also become NaN in
   the columns concerned: fused, if other rows of their query tile of up to 128 do see it; ahead, if
   their query tile reaches the key's tile of up to 128 keys.
@@ -67,31 +69,29 @@ OTHER_REGISTERS = 48
 def tiles_of(spec: AttentionSpec, formats: tuple[str, str], dims: tuple[int, int], ahead: bool):
   """Wide tiles of K and V."""
   masked = spec.window is not None or spec.soft_cap is not None
-  # What masks take leaves no registers for scores of 128 keys where another warpgroup widens.
-  keys = 64 if max(dims) > 128 or (masked and not ahead) else 128
+  # What masks take leaves no registers for scores of as many keys where another warpgroup widens.
+  keys = (64 if max(dims) > 128 else 128) // (2 if masked and not ahead else 1)
   as_e4m3 = spec.read_path == "nvfp4_a8q"
   return Tiles(formats[0], dims[0], keys, as_e4m3), Tiles(formats[1], dims[1], keys)
 
 
 def workspace_bytes(request: Any) -> int:
   """Of device memory, while a call (ops.request.AttentionRequest) runs."""
-  dims = request.head_dim, request.v_head_dim
-  total = 0
-  if widens_ahead(request)[0]:
-    total += _all_tiles_bytes(request)
+  return _workspace_bytes(request, widens_ahead(request)[0])
+
+
+def _workspace_bytes(request: Any, ahead: bool) -> int:
+  """Wide tiles of all pages of the page table where they are made ahead, and of new_kv's rows."""
+  dims, total = (request.head_dim, request.v_head_dim), 0
+  if ahead:
+    tiles = tiles_of(request.spec, request.formats, dims, ahead=True)
+    count = request.num_seqs * -(-request.max_keys // tiles[0].keys)
+    total += count * sum(tile.nbytes for tile in tiles)
   if request.new_kv:
     tiles = tiles_of(_wide_spec(request.spec), ("bf16", "bf16"), dims, ahead=True)
     rows = _row_tiles(request.num_tokens, request.num_seqs, tiles[0])
-    total += request.num_kv_heads * rows * sum(tile.nbytes for tile in tiles)
-  return total
-
-
-def _all_tiles_bytes(request: Any) -> int:
-  """Wide tiles of all pages of the page table."""
-  dims = request.head_dim, request.v_head_dim
-  tiles = tiles_of(request.spec, request.formats, dims, ahead=True)
-  count = request.num_seqs * -(-request.max_keys // tiles[0].keys)
-  return request.num_kv_heads * count * sum(tile.nbytes for tile in tiles)
+    total += rows * sum(tile.nbytes for tile in tiles)
+  return request.num_kv_heads * total
 
 
 def attention(
@@ -334,7 +334,11 @@ def fills_gpu(request: Any) -> bool:
 
 
 def widens_ahead(request: Any) -> tuple[bool, str]:
-  """Whether all keys are widened first, and why."""
+  """Whether all keys are widened first, and why.
+
+  By averages, as lengths are data: of a batch with one long chunk and many single tokens both are
+  better done apart.
+  """
   path, formats = request.spec.read_path, request.formats
   if path in FUSED_PATHS:
     return False, "tiles are widened as they are read"
@@ -344,9 +348,9 @@ def widens_ahead(request: Any) -> tuple[bool, str]:
   blocks = tokens / max(1, QUERY_ROWS // max(request.group, 1))
   if blocks < MIN_READERS:
     return False, f"a tile is widened once for each of {blocks:.1f} blocks that read it"
-  if _all_tiles_bytes(request) > request.max_workspace_bytes:
-    limit = request.max_workspace_bytes
-    return False, f"the workspace would have {_all_tiles_bytes(request)} bytes, more than {limit}"
+  needed, limit = _workspace_bytes(request, ahead=True), request.max_workspace_bytes
+  if needed > limit:
+    return False, f"the workspace would have {needed} bytes, more than {limit}"
   return True, f"all keys are widened once, for {blocks:.1f} blocks that read a tile"
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import numpy as np
+
 from nvfp4_pallas import format as nvfp4
-from nvfp4_pallas.kernels.encode_ptx import encode_fp8
+from nvfp4_pallas.kernels.encode_ptx import e4m3_quotients
 from nvfp4_pallas.kernels.ptx import WARPGROUP, Mem, Ptx, Reg
 from nvfp4_pallas.kernels.q_levels import UNIT as LEVELS_UNIT
 from nvfp4_pallas.kernels.q_levels import nvfp4_operands
 from nvfp4_pallas.kernels.query_tile import QueryTile
+from nvfp4_pallas.read_paths import LEAST_A8Q_AMAX
 
 Q_EXPONENT = 14  # the largest value in a unit is 2^14 or more and below 2^15: float16's upper end
 
@@ -107,12 +110,13 @@ def row_operands(
 def row_as_e4m3(p: Ptx, words: list[Reg], order: list[tuple[int, int]]) -> tuple[list[Reg], Reg]:
   """A lane's quarter of a row of q as E4M3, four columns a word, and the row's scale.
 
-  e4m3(fl(q / s)) with s = fl(largest / 448), 1 for a row of zeros: A8Q of read_paths.py.
+  e4m3(fl(q / s)) with s = fl(largest / 448): A8Q of read_paths.py, which says what is least.
   """
-  largest = largest_of(p, words)
-  scale = p.new("f", "div.rn.f32", p.as_f32(largest), nvfp4.E4M3_MAX)
-  scale = p.select(largest.eq(0), 1.0, scale)
-  return encode_fp8(p, in_order(p, words, order), scale), scale
+  # As integers NaN is above infinity, which is above all numbers.
+  least = int(np.float32(LEAST_A8Q_AMAX).view(np.uint32))
+  largest = p.as_f32(p.maximum(largest_of(p, words), least))
+  scale = p.new("f", "div.rn.f32", largest, nvfp4.E4M3_MAX)
+  return e4m3_quotients(p, in_order(p, words, order), scale), scale
 
 
 @dataclasses.dataclass(frozen=True)

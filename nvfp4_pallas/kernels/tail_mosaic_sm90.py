@@ -287,7 +287,7 @@ def unsupported(request: Any) -> str | None:
     if dim != HEAD_DIM:
       return f"the kernel has head_dim {HEAD_DIM}, got {name} {dim}"
   if request.new_kv:
-    return "the kernel reads all keys from the cache, so new_kv must be appended first"
+    return "the kernel for short queries reads all keys from the cache, not new_kv"
   if request.group > MAX_ROWS:
     return f"the kernel takes up to {MAX_ROWS} query heads a KV head, got {request.group}"
   if request.spec.sm_scale == 0:

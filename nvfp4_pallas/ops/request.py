@@ -104,7 +104,9 @@ def attention_spec(
 
 def whole(name: str, value) -> int:
   try:
-    return operator.index(_known(name, value))
+    if isinstance(_known(name, value), bool):
+      raise TypeError
+    return operator.index(value)
   except TypeError:
     raise ValueError(f"{name} must be a whole number, got {value!r}") from None
 
