@@ -12,8 +12,8 @@
 
 `new_kv`, this step's keys in wide form, are a pass of their own over rows instead of pages: ahead.
 
-The workspace has room for all pages of the page table, `workspace_bytes`. A4Q is emulated: its
-numbers, not its speed.
+The workspace has room for all pages of the page table; ops/prefill_choice.py has its size, and
+which of the two runs. A4Q is emulated: its numbers, not its speed.
 
 Limits that the definition does not have:
 - Scores must be below 9e7 = 2^27 ln 2 in magnitude: the exponents' references are float32, and past
@@ -43,12 +43,7 @@ import jax.numpy as jnp
 from nvfp4_pallas.batch import RaggedBatch
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.kernels import dense_attend, dense_widen, fused_attend, k_units
-from nvfp4_pallas.kernels.decode_mosaic_sm90 import (
-  MAX_SOFT_CAP,
-  MULTIPROCESSORS,
-  inputs,
-  nothing_seen,
-)
+from nvfp4_pallas.kernels.decode_mosaic_sm90 import MULTIPROCESSORS, inputs, nothing_seen
 from nvfp4_pallas.kernels.dense_widen import Pages
 from nvfp4_pallas.kernels.ptx import WARPGROUP
 from nvfp4_pallas.kernels.ptx_launch import Kernel
@@ -73,25 +68,6 @@ def tiles_of(spec: AttentionSpec, formats: tuple[str, str], dims: tuple[int, int
   keys = (64 if max(dims) > 128 else 128) // (2 if masked and not ahead else 1)
   as_e4m3 = spec.read_path == "nvfp4_a8q"
   return Tiles(formats[0], dims[0], keys, as_e4m3), Tiles(formats[1], dims[1], keys)
-
-
-def workspace_bytes(request: Any) -> int:
-  """Of device memory, while a call (ops.request.AttentionRequest) runs."""
-  return _workspace_bytes(request, widens_ahead(request)[0])
-
-
-def _workspace_bytes(request: Any, ahead: bool) -> int:
-  """Wide tiles of all pages of the page table where they are made ahead, and of new_kv's rows."""
-  dims, total = (request.head_dim, request.v_head_dim), 0
-  if ahead:
-    tiles = tiles_of(request.spec, request.formats, dims, ahead=True)
-    count = request.num_seqs * -(-request.max_keys // tiles[0].keys)
-    total += count * sum(tile.nbytes for tile in tiles)
-  if request.new_kv:
-    tiles = tiles_of(_wide_spec(request.spec), ("bf16", "bf16"), dims, ahead=True)
-    rows = _row_tiles(request.num_tokens, request.num_seqs, tiles[0])
-    total += rows * sum(tile.nbytes for tile in tiles)
-  return request.num_kv_heads * total
 
 
 def attention(
@@ -184,8 +160,8 @@ def row_kernels(q, new_kv, batch: RaggedBatch, spec: AttentionSpec, out_dtype: A
   """As kernels(), for keys that are this step's rows."""
   k, v = new_kv
   keys, values = _row_tile(new_kv, spec)
-  whole = _whole(q, _wide_spec(spec), keys, values, batch.num_seqs, k.shape[1], out_dtype, False)
-  return _dense(whole, None, _row_tiles(len(q), batch.num_seqs, keys), None, blocks)
+  whole = _whole(q, wide_spec(spec), keys, values, batch.num_seqs, k.shape[1], out_dtype, False)
+  return _dense(whole, None, row_tiles(len(q), batch.num_seqs, keys), None, blocks)
 
 
 def row_inputs(q, new_kv, batch: RaggedBatch, spec: AttentionSpec) -> dict[str, jax.Array]:
@@ -194,7 +170,7 @@ def row_inputs(q, new_kv, batch: RaggedBatch, spec: AttentionSpec) -> dict[str, 
   keys = _row_tile(new_kv, spec)[0]
   tiles = (batch.q_lens + (keys.keys - 1)) // keys.keys
   ends = jnp.cumsum(tiles)
-  numbers = jnp.arange(_row_tiles(len(q), batch.num_seqs, keys), dtype=jnp.int32)
+  numbers = jnp.arange(row_tiles(len(q), batch.num_seqs, keys), dtype=jnp.int32)
   return {
     "q": q.astype(jnp.bfloat16),
     "k": k,
@@ -208,15 +184,16 @@ def row_inputs(q, new_kv, batch: RaggedBatch, spec: AttentionSpec) -> dict[str, 
 
 def _row_tile(new_kv, spec: AttentionSpec) -> tuple[Tiles, Tiles]:
   k, v = new_kv
-  return tiles_of(_wide_spec(spec), ("bf16", "bf16"), (k.shape[-1], v.shape[-1]), ahead=True)
+  return tiles_of(wide_spec(spec), ("bf16", "bf16"), (k.shape[-1], v.shape[-1]), ahead=True)
 
 
-def _row_tiles(tokens: int, num_seqs: int, keys: Tiles) -> int:
+def row_tiles(tokens: int, num_seqs: int, keys: Tiles) -> int:
   """As many as any lengths of that many sequences take."""
   return tokens // keys.keys + num_seqs
 
 
-def _wide_spec(spec: AttentionSpec) -> AttentionSpec:
+def wide_spec(spec: AttentionSpec) -> AttentionSpec:
+  """The numerics of keys that are this step's rows."""
   return dataclasses.replace(spec, read_path="bf16")
 
 
@@ -321,60 +298,3 @@ def _attending(name: str, program, layout: Fused | Dense, blocks: int, warpgroup
       "lse": jax.ShapeDtypeStruct(shape, jnp.float32),
     },
   )
-
-
-def fills_gpu(request: Any) -> bool:
-  """Whether nearly every multiprocessor gets a query tile that is more than half full."""
-  tokens = request.num_tokens / max(request.num_seqs, 1)
-  width = QUERY_ROWS // max(request.group, 1)
-  if width == 0 or 2 * tokens <= width:
-    return False
-  items = request.num_seqs * request.num_kv_heads * tokens / width
-  return items >= 0.9 * MULTIPROCESSORS
-
-
-def widens_ahead(request: Any) -> tuple[bool, str]:
-  """Whether all keys are widened first, and why.
-
-  By averages, as lengths are data: of a batch with one long chunk and many single tokens both are
-  better done apart.
-  """
-  path, formats = request.spec.read_path, request.formats
-  if path in FUSED_PATHS:
-    return False, "tiles are widened as they are read"
-  if path != "nvfp4_repack" or formats != ("nvfp4", "nvfp4"):
-    return True, "all keys are made wide tiles first"
-  tokens = request.num_tokens / max(request.num_seqs, 1)
-  blocks = tokens / max(1, QUERY_ROWS // max(request.group, 1))
-  if blocks < MIN_READERS:
-    return False, f"a tile is widened once for each of {blocks:.1f} blocks that read it"
-  needed, limit = _workspace_bytes(request, ahead=True), request.max_workspace_bytes
-  if needed > limit:
-    return False, f"the workspace would have {needed} bytes, more than {limit}"
-  return True, f"all keys are widened once, for {blocks:.1f} blocks that read a tile"
-
-
-# Blocks that read a tile, from which on it is widened ahead. A guess between what was measured: 4
-# (fused is faster) and 64 (ahead).
-MIN_READERS = 8
-
-
-def unsupported(request: Any) -> str | None:
-  """Why the kernels cannot run a request (ops.request.AttentionRequest), or None if they can."""
-  spec, path = request.spec, request.spec.read_path
-  if path in FUSED_PATHS and request.formats != ("nvfp4", "nvfp4"):
-    formats = " and ".join(request.formats)
-    return f"as {path} the kernel reads K and V in nvfp4, got {formats}"
-  for name, dim in (("head_dim", request.head_dim), ("v_head_dim", request.v_head_dim)):
-    if dim not in HEAD_DIMS:
-      return f"the kernel has head dims {', '.join(map(str, HEAD_DIMS))}, got {name} {dim}"
-  if request.group > QUERY_ROWS:
-    return f"the kernel takes up to {QUERY_ROWS} query heads a KV head, got {request.group}"
-  if spec.sm_scale == 0:
-    return "the kernel compares scores before it scales them, so sm_scale must not be 0"
-  if spec.soft_cap is not None and spec.soft_cap > MAX_SOFT_CAP:
-    return f"the kernel's soft cap loses digits above {MAX_SOFT_CAP}, got {spec.soft_cap}"
-  needed, limit = workspace_bytes(request), request.max_workspace_bytes
-  if needed > limit:
-    return f"the shapes ask for a workspace of {needed} bytes, the limit is {limit}"
-  return None

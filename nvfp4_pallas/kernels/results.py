@@ -57,9 +57,11 @@ def _store_lse(p: Ptx, row: Reg, column: Reg, lse: Reg, when: Reg) -> None:
 def store_piece(
   p: Ptx, dim: int, row: Reg, column: Reg, values: list[Reg], lse: Reg, when: Reg
 ) -> None:
-  """Neighbouring columns of a row of `pieces`; with column 0 its `piece_lse`."""
-  at = p.address(p.address(p.pointer("pieces"), row, dim * 4), column, 4)
-  _store(p, at, values, when)
+  """Neighbouring columns of a row of `pieces`; with column 0 its `piece_lse`.
+
+  Their elements are counted in 32 bits: there are a few pieces for each block.
+  """
+  _store(p, p.address(p.pointer("pieces"), row * dim + column, 4), values, when)
   _store(p, p.address(p.pointer("piece_lse"), row, 4), [lse], when & column.eq(0))
 
 

@@ -129,8 +129,8 @@ def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
   prefill_mosaic_sm90.py gives blocks whole query tiles: PTX.
   attention_mosaic_sm90.py, plain Pallas, takes every other shape, and can be interpreted.
   """
-  from nvfp4_pallas.kernels import prefill_mosaic_sm90 as whole_tiles
   from nvfp4_pallas.kernels import tail_mosaic_sm90 as tail
+  from nvfp4_pallas.ops import prefill_choice as whole_tiles
 
   not_tail = tail.unsupported(request)
   if not_tail is None and request.num_tokens > MAX_TAIL * request.num_seqs:
@@ -152,11 +152,11 @@ def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
 
 def workspace_bytes(request: AttentionRequest) -> int:
   """Of device memory, that mosaic_sm90 takes for wide keys and values while a call runs."""
-  from nvfp4_pallas.kernels import prefill_mosaic_sm90 as kernel
+  from nvfp4_pallas.ops import prefill_choice
 
   chosen, _ = choose_kernel(request)
   by_it = getattr(chosen, "func", None) is _prefill_whole
-  return kernel.workspace_bytes(request) if by_it else 0
+  return prefill_choice.workspace_bytes(request) if by_it else 0
 
 
 def _prefill_xla(q, cache, batch, spec, new_kv, sinks):
