@@ -452,7 +452,7 @@ class WideTest(TailTest):
   emulate = staticmethod(by_engine("teams", most_rows, wide_layout.TEAMS))
 
 
-LONG = {"num_tokens": 3 * 8 * 32, "group": 4}
+LONG = {"num_tokens": 3 * 16 * 32, "group": 4}
 
 
 def name_of(function) -> str:
@@ -475,7 +475,7 @@ class DispatchTest(TestCase):
     ({"group": 65}, "whole", "up to 64 query heads a KV head, got 65"),
     ({"group": 129}, "attention", "up to 128 query heads a KV head, got 129"),
     ({"spec": AttentionSpec("nvfp4_repack", True, 1.0)}, "tail", "by the kernel for short"),
-    ({"spec": AttentionSpec("nvfp4_repack", True, 1.0)} | LONG, "whole", "8.0 blocks that read"),
+    ({"spec": AttentionSpec("nvfp4_repack", True, 1.0)} | LONG, "whole", "16.0 blocks that read"),
     (
       {"spec": AttentionSpec("nvfp4_repack", True, 1.0), "max_keys": 2**24} | LONG,
       "whole",
