@@ -49,18 +49,20 @@ class CompileTest(TestCase):
     if kernel in ("wide", "fused", "dense"):
       launches = {"fused": 1, "wide": 2, "dense": 3 if "a8q" in case.name else 2}[kernel]
       self.assertEqual(report.hlo.count("custom-call("), launches)
-      if kernel == "fused":  # Q is quantised in the kernel
-        self.assertNotRegex(report.hlo, r" (fusion|convert|copy)\(")
+      if kernel == "fused":  # Q is quantised in the kernel; the counter begins at 0
+        self.assertNotRegex(report.hlo, r" (fusion|convert)\(")
+        self.assertEqual(re.findall(r"= (\S+) copy\(", report.hlo), ["s32[1]{0}"])
       self.check_products(case.name, report.ops)
     if case.donate:
       self.check_in_place(report.hlo, by_kernel=kernel != "definition")
 
   def check_products(self, name, ops):
     """Of the first tile and of the next: S, of each operand; O, and O of the last one."""
-    levels = {"a4q": 2}.get(name.rpartition("/")[2], 1) + name.endswith("256_a4q")
+    levels = 2 if name.endswith("a4q") else 1
     k_dim = 256 if "dim_256" in name else 64 if "64" in name else 128
     small = "256" in name or name == "fused/masks" or name.startswith("wide/")
-    products = 2 * k_dim // 16 * levels, 2 * (64 if small else 128) // 16
+    tile = 32 if "256_masks" in name else 64 if small else 128
+    products = 2 * k_dim // 16 * levels, 2 * tile // 16
     if "a8q" in name:
       self.assertEqual(ops["QGMMA"], products[0] // 2)
       self.assertEqual(ops["HGMMA"], products[1])
