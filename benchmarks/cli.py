@@ -7,6 +7,7 @@ python3 -m benchmarks gpu        times, then checks the kernels on the GPU of th
 python3 -m benchmarks plan       how many pages, tokens and sequences fit on a device
 python3 -m benchmarks results    the committed measurements, and which of them are stale
 python3 -m benchmarks paths      when each read path pays, from the committed rows of the sweep
+python3 -m benchmarks costs      a table of measured costs, from which policy.py chooses read paths
 python3 -m benchmarks rates      cycles of the instructions that kernels are made of, on a GPU
 """
 
@@ -62,6 +63,12 @@ def _paths(argv):
   return paths.main(argv)
 
 
+def _costs(argv):
+  from benchmarks import costs
+
+  return costs.main(argv)
+
+
 _COMMANDS = {
   "small": _small,
   "aot": _aot,
@@ -69,6 +76,7 @@ _COMMANDS = {
   "plan": _plan,
   "results": _results,
   "paths": _paths,
+  "costs": _costs,
   "rates": _rates,
 }
 

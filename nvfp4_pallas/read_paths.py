@@ -60,7 +60,15 @@ def check_read_path(read_path: str, cache: PagedKVCache) -> None:
   """Raises ValueError when the cache's formats are not the path's (see the module's table)."""
   if read_path not in READ_PATHS:
     raise ValueError(f"read_path must be one of {READ_PATHS}, got {read_path!r}")
-  k, v = cache.formats
+  rule = formats_lacking(read_path, cache.formats)
+  if rule is not None:
+    k, v = cache.formats
+    raise ValueError(f"read_path {read_path!r} needs a cache with {rule}, got K {k} and V {v}")
+
+
+def formats_lacking(read_path: str, formats: tuple[str, str]) -> str | None:
+  """What formats of K and V the path needs, where these are not such; None where they are."""
+  k, v = formats
   allowed, rule = {
     "bf16": (k == v == "bf16", "K and V in bf16"),
     "fp8": ("nvfp4" not in (k, v) and "fp8" in (k, v), "fp8 in K or V and nvfp4 in neither"),
@@ -69,8 +77,7 @@ def check_read_path(read_path: str, cache: PagedKVCache) -> None:
     "nvfp4_a4q": (k == "nvfp4", "K in nvfp4"),
     "nvfp4_a8q": (k == "nvfp4", "K in nvfp4"),
   }[read_path]
-  if not allowed:
-    raise ValueError(f"read_path {read_path!r} needs a cache with {rule}, got K {k} and V {v}")
+  return None if allowed else rule
 
 
 def round_q(q: jax.Array, spec: AttentionSpec) -> jax.Array:
