@@ -5,6 +5,7 @@ from nvfp4_pallas.batch import slot_mapping as slot_mapping
 from nvfp4_pallas.cache import PagedKVCache as PagedKVCache
 from nvfp4_pallas.cache import PagePool as PagePool
 from nvfp4_pallas.cache import copy_pages as copy_pages
+from nvfp4_pallas.debug import debug_checks as debug_checks
 from nvfp4_pallas.format import NvFp4Array as NvFp4Array
 from nvfp4_pallas.ops.append import append as append
 from nvfp4_pallas.ops.decode import decode as decode

@@ -119,7 +119,8 @@ def _visible(index, positions, keys, spec) -> jax.Array:
 
 
 def _weighted_values(p, v, visible) -> jax.Array:
-  """sum_t p[h, g, r, t] v[t, h, d] over what row r sees; 0 * NaN of the rest must not count."""
+  """sum_t p[h, g, r, t] v[t, h, d] over what row r sees; 0 * NaN, or inf, of the rest must not
+  count. A row that sees infinities has them, or NaN where their signs differ."""
   v = jnp.where(jnp.any(visible, axis=0)[:, None, None], v, 0.0)
 
   def product(v):
@@ -128,13 +129,17 @@ def _weighted_values(p, v, visible) -> jax.Array:
   if p.shape[2] == 1:  # one row: what it does not see is already zero
     return product(v)
 
-  def product_beside_nan(v):
-    isnan = jnp.isnan(v)
-    sees = jnp.einsum("rt,thd->hrd", visible.astype(jnp.float32), isnan.astype(jnp.float32))
-    finite = product(jnp.where(isnan, 0.0, v))
-    return jnp.where((sees > 0)[:, None], jnp.nan, finite)
+  def product_beside_faults(v):
+    def sees(fault):
+      count = jnp.einsum("rt,thd->hrd", visible.astype(jnp.float32), fault.astype(jnp.float32))
+      return (count > 0)[:, None]
 
-  return lax.cond(jnp.any(jnp.isnan(v)), product_beside_nan, product, v)
+    finite = product(jnp.where(jnp.isfinite(v), v, 0.0))
+    up = jnp.where(sees(v == jnp.inf), jnp.inf, 0.0)
+    down = jnp.where(sees(v == NEG_INF), NEG_INF, 0.0)
+    return jnp.where(sees(jnp.isnan(v)), jnp.nan, finite + (up + down))
+
+  return lax.cond(jnp.all(jnp.isfinite(v)), product, product_beside_faults, v)
 
 
 def cached_keys(

@@ -104,6 +104,17 @@ def check_batch(
     _check_counted(np.asarray(batch.kv_lens), np.diff(np.asarray(batch.cu_q_lens)))
 
 
+def check_one_token_each(batch: RaggedBatch) -> None:
+  """Raises ValueError where cu_q_lens are known and not those of RaggedBatch.for_decode."""
+  if isinstance(batch.cu_q_lens, Tracer):
+    return
+  cu_q_lens = np.asarray(batch.cu_q_lens)
+  wrong = cu_q_lens != np.arange(batch.num_seqs + 1)
+  if wrong.any():
+    s = int(np.argmax(wrong))
+    raise ValueError(f"cu_q_lens must be 0..{batch.num_seqs} for decode, got {cu_q_lens[s]} at {s}")
+
+
 def _check_cu_q_lens(cu_q_lens: np.ndarray, num_tokens: int) -> None:
   if cu_q_lens[0] != 0:
     raise ValueError(f"cu_q_lens must start at 0, got {cu_q_lens[0]}")

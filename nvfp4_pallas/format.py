@@ -319,4 +319,6 @@ def check_global_scale(global_scale, leading_shape, name="global_scale") -> None
   values = np.asarray(global_scale, np.float32)
   bad = ~((values >= GLOBAL_SCALE_MIN) & (values <= GLOBAL_SCALE_MAX))
   if bad.any():
-    raise ValueError(f"{name} must be positive and within [2^-64, 2^64], got {values[bad].flat[0]}")
+    place = np.argwhere(bad)[0].tolist()
+    at = f" at {', '.join(map(str, place))}" if place else ""
+    raise ValueError(f"{name} must be positive and within [2^-64, 2^64], got {values[bad][0]}{at}")

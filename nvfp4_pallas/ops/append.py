@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from nvfp4_pallas import debug
 from nvfp4_pallas.batch import RaggedBatch, check_batch
 from nvfp4_pallas.batch import slot_mapping as batch_slots
 from nvfp4_pallas.cache import PagedKVCache, PagePool, encode_rows, pool_arrays, put, with_arrays
@@ -74,10 +75,9 @@ def append(
     raise ValueError(
       f"slot_mapping must be int32 [{k.shape[0]}], got {slot_mapping.dtype} {slot_mapping.shape}"
     )
-  cache, k, v, slot_mapping = as_jax(cache, k, v, slot_mapping)
-  return resolve_append(append_request(cache, k, v), implementation).function(
-    cache, k, v, slot_mapping
-  )
+  cache, k, v, slots = as_jax(cache, k, v, slot_mapping)
+  debug.check_append(cache, batch, slots, k.shape[0])
+  return resolve_append(append_request(cache, k, v), implementation).function(cache, k, v, slots)
 
 
 def append_request(cache: PagedKVCache, k: jax.Array, v: jax.Array) -> AppendRequest:

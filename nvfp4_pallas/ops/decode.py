@@ -6,12 +6,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.core import Tracer
 
-from nvfp4_pallas import attention
-from nvfp4_pallas.batch import RaggedBatch
+from nvfp4_pallas import attention, debug
+from nvfp4_pallas.batch import RaggedBatch, check_one_token_each
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
 from nvfp4_pallas.ops.checks import as_jax, check_attention
@@ -73,6 +71,7 @@ def decode(
   if num_splits is not None and (not isinstance(num_splits, int) or num_splits < 1):
     raise ValueError(f"num_splits must be a whole number of at least 1, got {num_splits}")
   q, cache, batch, sinks = as_jax(q, cache, batch, sinks)
+  debug.check_attention(cache, batch, spec, q.shape[0], one_token_each=True)
   request = attention_request(q, cache, spec, num_splits=num_splits, max_pages=batch.max_pages)
   resolved = resolve_decode(request, implementation)
   out, lse = resolved.function(q, cache, batch, spec, num_splits, batch_invariant, sinks)
@@ -108,10 +107,7 @@ def _check_one_token_each(q, batch: RaggedBatch) -> None:
     raise ValueError(
       f"q must have one row for each of {batch.num_seqs} sequences, got {q.shape[0]}"
     )
-  if isinstance(batch.cu_q_lens, Tracer):
-    return
-  if not np.array_equal(batch.cu_q_lens, np.arange(batch.num_seqs + 1)):
-    raise ValueError(f"cu_q_lens must be 0..{batch.num_seqs} for decode, got {batch.cu_q_lens}")
+  check_one_token_each(batch)
 
 
 def _decode_xla(q, cache, batch, spec, num_splits, batch_invariant, sinks):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nvfp4_pallas import attention
+from nvfp4_pallas import attention, debug
 from nvfp4_pallas.batch import RaggedBatch, check_batch, token_places
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
@@ -103,6 +103,7 @@ def prefill(
   if max_workspace_bytes < 0:
     raise ValueError(f"max_workspace_bytes must not be negative, got {max_workspace_bytes}")
   q, cache, batch, sinks, new_kv = as_jax(q, cache, batch, sinks, new_kv)
+  debug.check_attention(cache, batch, spec, q.shape[0], new_kv=new_kv is not None)
   request = attention_request(
     q,
     cache,

@@ -1,0 +1,138 @@
+"""Checks of values inside jit, for debugging: off by default, and free when off.
+
+Outside jit the operations see lengths and offsets and check them. Inside, values are not known
+when the call is traced, and a wrong one is clipped, skipped or read as it stands. `debug_checks`
+hands the small arrays of a call (page table, lengths, slots, global scales) to the host, where the
+same rules are tried; the pages themselves stay where they are.
+
+It is a jax.debug.callback that raises. checkify would leave it to the caller to functionalise
+every jit around a call, and io_callback has no derivative; this one works under jit, scan, vmap and
+grad as it is. That it is on is part of jit's cache key (jax.make_user_context): a function that was
+traced before is traced once more with checks, and without them it runs as before.
+
+Where all values are known, the error is the ValueError itself. Inside jit it is JAX's
+JaxRuntimeError, whose message ends with the same text. Calls return before they have run, so it may
+surface only where a result is waited for (block_until_ready, a copy to the host) or at
+jax.effects_barrier(); a process says its last one again when it ends. So it should be on a GPU,
+where kernels go on with what they were given until then, and where JAX needs its CPU backend too,
+which it has by default; it was tried on a CPU only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from nvfp4_pallas.batch import RaggedBatch, check_batch, check_one_token_each
+from nvfp4_pallas.cache import PagedKVCache
+from nvfp4_pallas.format import check_global_scale
+from nvfp4_pallas.read_paths import AttentionSpec
+
+_on = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def debug_checks() -> Iterator[None]:
+  """append, prefill and decode check values, inside jit too: `with debug_checks():`, or as a
+  decorator, `@debug_checks()`.
+
+  Page table entries that the call uses, and slots, must lie in the pool; no two rows may have one
+  slot; kv_lens, cu_q_lens and global scales must be as RaggedBatch and PagedKVCache say. Each call
+  waits for the host: for debugging, not for serving.
+
+  Raises:
+    ValueError: a value breaks a rule (message: argument, rule, value and place).
+    jax.errors.JaxRuntimeError: the same inside jit, where the result is waited for.
+  """
+  with _on(True):
+    yield
+
+
+def check_append(
+  cache: PagedKVCache, batch: RaggedBatch | None, slot_mapping: jax.Array, num_tokens: int
+) -> None:
+  """The values of an append. With `batch`, slot_mapping is what it leads to."""
+  num_pages, page_size = cache.num_pages, cache.page_size
+
+  def check(scales, batch, slots):
+    _check_scales(scales)
+    if batch is not None:
+      check_batch(batch, num_tokens=num_tokens, page_size=page_size, appends=True)
+      new = batch.kv_lens - batch.q_lens, batch.kv_lens
+      _check_page_table(batch.page_table, *new, num_pages, page_size)
+    name = "slot_mapping" if batch is None else "batch's slot_mapping"
+    _refuse(name, slots, slots >= num_pages * page_size, f"be below {num_pages * page_size}")
+    _, first, place = np.unique(slots, return_index=True, return_inverse=True)
+    again = (slots >= 0) & (first[place] != np.arange(len(slots)))
+    _refuse(name, slots, again, "not repeat a slot")
+
+  _on_values(check, _scales(cache), batch, slot_mapping)
+
+
+def check_attention(
+  cache: PagedKVCache,
+  batch: RaggedBatch,
+  spec: AttentionSpec,
+  num_tokens: int,
+  *,
+  new_kv: bool = False,
+  one_token_each: bool = False,
+) -> None:
+  """The values of a prefill, or with `one_token_each` of a decode."""
+  num_pages, page_size = cache.num_pages, cache.page_size
+  # nvfp4_a8q takes K's scale from all keys, whatever the window.
+  window = None if spec.read_path == "nvfp4_a8q" else spec.window
+
+  def check(scales, batch):
+    _check_scales(scales)
+    check_batch(batch, num_tokens=num_tokens, page_size=page_size, appends=new_kv)
+    if one_token_each:
+      check_one_token_each(batch)
+    before = batch.kv_lens - batch.q_lens
+    begin = np.zeros_like(before) if window is None else np.maximum(before - window + 1, 0)
+    end = np.where(batch.q_lens == 0, 0, before if new_kv else batch.kv_lens)
+    _check_page_table(batch.page_table, begin, end, num_pages, page_size)
+
+  _on_values(check, _scales(cache), batch)
+
+
+def _on_values(check: Callable[..., None], *trees) -> None:
+  """check(*trees) with numpy arrays: now if all are known, else when the program runs."""
+  if not _on.value:
+    return
+
+  def on_host(*trees):
+    check(*jax.tree.map(np.asarray, trees))
+
+  traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
+  jax.debug.callback(on_host, *trees) if traced else on_host(*trees)
+
+
+def _scales(cache: PagedKVCache) -> dict[str, jax.Array | None]:
+  return {f"cache.{name}.global_scale": getattr(cache, name).global_scale for name in "kv"}
+
+
+def _check_scales(scales: dict[str, np.ndarray | None]) -> None:
+  for name, scale in scales.items():
+    if scale is not None:
+      check_global_scale(scale, scale.shape, name)
+
+
+def _check_page_table(table, begin, end, num_pages: int, page_size: int) -> None:
+  """Entries with tokens begin[s] .. end[s] - 1 of sequence s must be pages of the pool."""
+  page = np.arange(table.shape[1])[None, :]
+  begin, end = begin[:, None], end[:, None]
+  used = (begin < end) & (page >= begin // page_size) & (page <= (end - 1) // page_size)
+  _refuse("page_table", table, used & (table < 0), "not be negative")
+  _refuse("page_table", table, used & (table >= num_pages), f"be below {num_pages}")
+
+
+def _refuse(name: str, values: np.ndarray, bad: np.ndarray, rule: str) -> None:
+  if bad.any():
+    place = tuple(np.argwhere(bad)[0].tolist())
+    where = ", ".join(map(str, place))
+    raise ValueError(f"{name}[{where}] must {rule}, got {values[place]}")
