@@ -32,7 +32,7 @@ from nvfp4_pallas.read_paths import READ_PATHS, formats_lacking
 PHASES = ("prefill", "decode")
 # Those whose numbers are attention to the decoded cache with a bfloat16 Q.
 EXACT_PATHS = ("bf16", "fp8", "nvfp4_dequant", "nvfp4_repack")
-MAX_WORKSPACE_BYTES = 16 * 2**30  # as ops.prefill's
+MAX_WORKSPACE_BYTES = 16 * 2**30  # prefill's too, unless the caller says otherwise
 WORKSPACE_KEYS = 128  # a workspace is made of tiles of so many keys
 # Times within this factor count as equal, and the smaller workspace decides: one kernel timed twice
 # differs by that much (nvfp4_repack and nvfp4_dequant of few queries are one; below 10 us by 4 %).

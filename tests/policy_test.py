@@ -13,7 +13,7 @@ from benchmarks import costs as costs_command
 from benchmarks import records, sources
 from nvfp4_pallas import policy
 from nvfp4_pallas.cache import PagedKVCache
-from nvfp4_pallas.ops import prefill, prefill_choice
+from nvfp4_pallas.ops import prefill_choice
 from nvfp4_pallas.ops.request import attention_request, attention_spec
 from nvfp4_pallas.policy import Cost, CostTable, Geometry
 from nvfp4_pallas.read_paths import READ_PATHS
@@ -202,12 +202,8 @@ class ChoiceTest(TestCase):
       attention_spec(q, path, **numerics),
       num_seqs=batch,
       max_pages=kv_len // 16,
-      max_workspace_bytes=prefill.MAX_WORKSPACE_BYTES,
     )
     self.assertEqual(chosen.workspace_bytes, prefill_choice.workspace_bytes(request))
-
-  def test_the_limit_is_prefill_s(self):
-    self.assertEqual(policy.MAX_WORKSPACE_BYTES, prefill.MAX_WORKSPACE_BYTES)
 
   @parameterized.parameters(
     ({"phase": "tail"}, r"phase must be one of \('prefill', 'decode'\), got 'tail'"),

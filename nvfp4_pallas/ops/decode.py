@@ -98,8 +98,9 @@ def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
   elif current_target().interpret is not None:
     why_not = "its PTX cannot be interpreted"
   if why_not is None:
-    return _decode_split_kv, "by the split-KV kernel"
-  return _decode_attention, f"by prefill's kernel, not the split-KV kernel: {why_not}"
+    return _decode_split_kv, "by the split-KV kernel" + request.emulation
+  why = f"by prefill's kernel, not the split-KV kernel: {why_not}"
+  return _decode_attention, why + request.emulation
 
 
 def _check_one_token_each(q, batch: RaggedBatch) -> None:

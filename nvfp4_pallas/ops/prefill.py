@@ -15,7 +15,13 @@ from nvfp4_pallas.batch import RaggedBatch, check_batch, token_places
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
 from nvfp4_pallas.ops.checks import as_jax, check_attention, check_kv
-from nvfp4_pallas.ops.request import AttentionRequest, attention_request, attention_spec, whole
+from nvfp4_pallas.ops.request import (
+  AttentionRequest,
+  attention_request,
+  attention_spec,
+  whole,
+)
+from nvfp4_pallas.policy import MAX_WORKSPACE_BYTES
 from nvfp4_pallas.read_paths import round_q
 
 ROWS_PER_TILE = 32
@@ -23,7 +29,6 @@ ROWS_PER_TILE = 32
 # timed up to 16, and at 128, where 4 sequences take it 59 us and whole query tiles 45. Which is
 # faster in between is a guess.
 MAX_TAIL = 128
-MAX_WORKSPACE_BYTES = 16 * 2**30
 
 
 def prefill(
@@ -130,6 +135,11 @@ def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
   prefill_mosaic_sm90.py gives blocks whole query tiles: PTX.
   attention_mosaic_sm90.py, plain Pallas, takes every other shape, and can be interpreted.
   """
+  chosen, why = _choose_kernel(request)
+  return chosen, why + request.emulation
+
+
+def _choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
   from nvfp4_pallas.kernels import tail_mosaic_sm90 as tail
   from nvfp4_pallas.ops import prefill_choice as whole_tiles
 
@@ -147,7 +157,8 @@ def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
   if not_whole is None:
     ahead, how = whole_tiles.widens_ahead(request)
     run = functools.partial(_prefill_whole, ahead=ahead)
-    return run, f"by the kernel for whole query tiles, as {not_tail}; {how}"
+    where = "by the kernel for whole query tiles, not the one for short queries"
+    return run, f"{where}: {not_tail}; {how}"
   return _prefill_attention, f"by the plain kernel, not the one for whole query tiles: {not_whole}"
 
 

@@ -11,6 +11,7 @@ from jax.core import Tracer
 
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.ops.checks import check_is_array
+from nvfp4_pallas.policy import MAX_WORKSPACE_BYTES
 from nvfp4_pallas.read_paths import AttentionSpec
 
 
@@ -40,6 +41,13 @@ class AttentionRequest:
   max_workspace_bytes: int
 
   @property
+  def emulation(self) -> str:
+    """What the Hopper kernels add to the reason why they run."""
+    if self.spec.read_path != "nvfp4_a4q":
+      return ""
+    return "; A4Q emulated on 16-bit tensor cores: its numbers, not its speed"
+
+  @property
   def too_large(self) -> str | None:
     """Why the plain kernel, which counts the elements of out in 32 bits, cannot run it."""
     elements = self.num_tokens * self.num_kv_heads * self.group * self.v_head_dim
@@ -56,7 +64,7 @@ def attention_request(
   num_splits: int | None = None,
   num_seqs: int | None = None,
   max_pages: int = 0,
-  max_workspace_bytes: int = 0,
+  max_workspace_bytes: int = MAX_WORKSPACE_BYTES,
 ) -> AttentionRequest:
   return AttentionRequest(
     spec=spec,
