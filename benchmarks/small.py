@@ -29,8 +29,7 @@ from nvfp4_pallas.ops import append as append_op
 from nvfp4_pallas.ops import decode as decode_op
 from nvfp4_pallas.ops import pack as pack_op
 from nvfp4_pallas.ops import prefill as prefill_op
-from nvfp4_pallas.ops.request import attention_request
-from nvfp4_pallas.read_paths import AttentionSpec
+from nvfp4_pallas.ops.request import attention_request, attention_spec
 
 PAGE_SIZE = 64
 REPEATS = 3
@@ -148,8 +147,9 @@ def attention_row(inputs: Inputs, variant: Variant, implementation: str | None =
   run = operation(variant.read_path, variant.q_levels, q_len == 1, implementation)
   (out, _), times = timed(run, q, cache, ragged)
 
-  spec = AttentionSpec(variant.read_path, True, dim**-0.5, q_levels=variant.q_levels)
-  request = attention_request(q, cache, spec)
+  options = {"causal": True, "sm_scale": None, "window": None, "soft_cap": None}
+  spec = attention_spec(q, variant.read_path, q_levels=variant.q_levels, **options)
+  request = attention_request(q, cache, spec, num_seqs=batch, max_pages=ragged.max_pages)
   resolve = decode_op.resolve_decode if q_len == 1 else prefill_op.resolve_prefill
   resolved = resolve(request, implementation)
 

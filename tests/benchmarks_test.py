@@ -4,11 +4,14 @@ import dataclasses
 import json
 import pathlib
 import tempfile
+from unittest import mock
 
 import numpy as np
 from absl.testing import absltest, parameterized
 
 from benchmarks import capacity, metrics, records, small, table
+from nvfp4_pallas.ops import decode as decode_op
+from nvfp4_pallas.ops import prefill as prefill_op
 from tests.base import TestCase
 
 
@@ -108,6 +111,22 @@ class SmallTest(TestCase):
     pages = np.asarray(cache.k.data)[np.asarray(batch.page_table)]
     stored = np.swapaxes(pages, 2, 3).reshape(2, -1, 2, 128)[:, :100]
     np.testing.assert_array_equal(stored, inputs.k)
+
+  @parameterized.parameters((1, decode_op, "resolve_decode"), (3, prefill_op, "resolve_prefill"))
+  def test_the_reason_is_the_call_s(self, q_len, module, name):
+    """The row asks about what was run: the same request."""
+    asked, resolve = [], getattr(module, name)
+
+    def ask(request, implementation):
+      asked.append(request)
+      return resolve(request, implementation)
+
+    inputs = small.gaussian("case", 2, q_len, 37)
+    small.operation.cache_clear()
+    with mock.patch.object(module, name, ask):
+      small.attention_row(inputs, small.Variant("bf16", "bf16", "bf16"))
+    self.assertLen(set(asked), 1)
+    self.assertGreater(len(asked), 1)
 
   def test_q_error_ratio_compares_equal_cases(self):
     rows = [
