@@ -2,8 +2,8 @@
 
 Rows of other kernel sources than those here are stale: they are counted, and shown with --stale,
 marked. Ratios compare with rows of the same shape and the same run. `g` is the global scale of what
-is appended or packed; --split shows what each kernel of a call costs. Rows of the sweep stand in a
-table of their own: `python3 -m benchmarks paths`.
+is appended or packed, `emu.` marks A4Q without FP4 tensor cores; --split shows what each kernel of
+a call costs. Rows of the sweep stand in a table of their own: `python3 -m benchmarks paths`.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ def _line(row: dict, rows: list[dict]) -> str:
   who = row["implementation"].replace("mosaic_", "")
   if row.get("batch_invariant"):
     who += " inv."
+  if row["read_path"] == "nvfp4_a4q" and who == "sm90":
+    who += " emu."
   page = "-" if row["implementation"] == "cudnn" else row["page_size"]
   us, share = row["us_median"], row.get("floor_fraction")
   tflops = row.get("tflops") if row["phase"] in _WITH_TFLOPS else None

@@ -94,6 +94,18 @@ class CommittedTest(TestCase):
     for line, what in zip(shown, ("nvfp4_a4q x1 ", "bf16, no mask ", "g 0.0123 "), strict=True):
       self.assertStartsWith(line, what)
 
+  def test_a4q_without_fp4_tensor_cores_is_marked(self):
+    rows = [
+      example_row(read_path=path, implementation=by, q_levels=2)
+      for path, by in (
+        ("nvfp4_a4q", "mosaic_sm90"),
+        ("nvfp4_a8q", "mosaic_sm90"),
+        ("nvfp4_a4q", "mosaic_sm100"),
+      )
+    ]
+    marked = ["emu." in line for line in self.lines(rows)[3:-1]]
+    self.assertEqual(marked, [True, False, False])
+
   def test_rows_of_the_sweep_have_their_own_table(self):
     lines = self.lines([*self.rows(), example_row(phase="sweep", us_median=7.0)])
     self.assertEqual(lines[-2], "and 1 rows of the sweep: `python3 -m benchmarks paths`")

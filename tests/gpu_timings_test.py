@@ -59,6 +59,13 @@ class TimingsTest(TestCase):
     self.assertIn(kernel, row.reason or "")
     self.assertEqual(row.batch_invariant, False if q_len == 1 else None)
 
+  def test_the_floor_of_a8q(self):
+    """Half of its products are of FP8, which takes half the time."""
+    shape = (1, 8192, 8192)
+    row = gpu_timings.attention_times("a phase", gpu_timings.A8Q, shape, RATE)
+    self.assertEqual(row.floor_us, 0.75 * self.flops(*shape) / 800e12 * 1e6)
+    self.assertAlmostEqual(row.tflops, self.flops(*shape) / 2e-6 / 1e12)
+
   def flops(self, batch, q_len, kv_len):
     """Two products of 128 columns over the keys that each query sees."""
     seen = sum(kv_len - q_len + 1 + i for i in range(q_len))
