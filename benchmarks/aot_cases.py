@@ -159,9 +159,9 @@ def masked_tail(**options):
   return tail(abstract_cache(), "nvfp4_dequant", window=999, soft_cap=30.0, **options)
 
 
-def masked_whole(read_path):
-  options = {"window": 999, "soft_cap": 30.0, "causal": False}
-  return whole(abstract_cache(), read_path, seqs=3, group=7, **options)
+def masked_whole(read_path, head_dim=HEAD_DIM, **options):
+  options |= {"window": 999, "soft_cap": 30.0, "causal": False}
+  return whole(abstract_cache(head_dim=head_dim), read_path, seqs=3, group=7, **options)
 
 
 def split_kv(cache, read_path, **options):
@@ -360,16 +360,12 @@ CASES = (
   Case("fused/dim_256", lambda: whole(abstract_cache(head_dim=256), "nvfp4_dequant"), 168),
   Case(
     "fused/dim_256_masks",
-    lambda: whole(
-      abstract_cache(head_dim=256), "nvfp4_dequant", window=999, soft_cap=30.0, causal=False
-    ),
+    lambda: masked_whole("nvfp4_dequant", head_dim=256),
     168,
   ),
   Case(
     "fused/dim_256_masks_a4q",
-    lambda: whole(
-      abstract_cache(head_dim=256), "nvfp4_a4q", q_levels=2, window=999, soft_cap=30.0, group=7
-    ),
+    lambda: masked_whole("nvfp4_a4q", head_dim=256, q_levels=2),
     168,
   ),
   Case(

@@ -114,7 +114,6 @@ class FormatsTest(TestCase):
     spec = spec_of(built, **{"sm_scale": case.head_dim**-0.5} | options)
     results = whole_emulation.emulate(built, spec, ahead=ahead, blocks=blocks)
     judge(self, results, exact_of(built, spec), built, spec)
-    return results
 
   @parameterized.parameters(*FORMATS)
   def test_formats(self, k_format, v_format):
@@ -273,7 +272,6 @@ class NewKeysTest(FormatsTest):
     )
     results = merged(of_past, of_rows)
     judge(self, results, exact, built, spec, wide_keys=True)
-    return results
 
   def test_rows_that_begin_within_tiles(self):
     case = variant(WHOLE, q_lens=(130, 1, 200, 64, 0), kv_lens=(140, 9, 200, 64, 3), group=1)
