@@ -63,7 +63,9 @@ class RaggedBatch:
 def token_places(batch: RaggedBatch, num_tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
   """(sequence, position in it, whether the row is real), each [num_tokens]."""
   row = jnp.arange(num_tokens, dtype=jnp.int32)
-  after = jnp.searchsorted(batch.cu_q_lens, row, side="right").astype(jnp.int32)
+  # A binary search is a loop, each round of which a GPU would start anew.
+  after = jnp.searchsorted(batch.cu_q_lens, row, side="right", method="compare_all")
+  after = after.astype(jnp.int32)
   seq = jnp.clip(after - 1, 0, max(batch.num_seqs - 1, 0))
   newest = batch.kv_lens[seq] - batch.cu_q_lens[seq + 1]
   return seq, newest + row, row < batch.cu_q_lens[-1]

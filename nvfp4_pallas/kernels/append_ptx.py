@@ -7,7 +7,7 @@ some heads next to each other: it finds the slot once, and loads all parts befor
 Programs take K first, then V.
 
 Rows can also come from bf16 pages (the ring of a recent window): token t is then row t % page_size
-of page t // page_size. Few of them have a slot, so threads look before they load.
+of page t // page_size. Few of them have a slot, so warps look before they load.
 """
 
 from __future__ import annotations
@@ -106,9 +106,7 @@ def append_program(
 class _Writer:
   """Writes the rows of K or V; `programs` blocks do."""
 
-  def __init__(
-    self, p: Ptx, name: str, rows: Rows, tokens: int, tuning: Tuning, from_pages: bool
-  ):
+  def __init__(self, p: Ptx, name: str, rows: Rows, tokens: int, tuning: Tuning, from_pages: bool):
     self._p, self._name, self._rows, self._tokens, self._tuning = p, name, rows, tokens, tuning
     self._from_pages = from_pages
     # Tokens that lie side by side in a head's rows.
@@ -137,7 +135,7 @@ class _Writer:
     run = token // self._run * rows.num_heads + head
     source = (run * self._run + token % self._run) * rows.parts + part
     if self._from_pages:
-      with p.when(there):
+      with p.when(p.any_lane(there)):
         self._encode(source, head, place, there)
     else:
       self._encode(source, head, place, there)
@@ -167,9 +165,7 @@ class _Writer:
       [
         word
         for offset in range(0, part_bytes, 4 * VECTOR_WORDS)
-        for word in p.load(
-          self._tuning.load, Mem(x, head * head_bytes + offset), VECTOR_WORDS
-        )
+        for word in p.load(self._tuning.load, Mem(x, head * head_bytes + offset), VECTOR_WORDS)
       ]
       for head in range(self._heads)
     ]

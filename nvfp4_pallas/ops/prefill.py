@@ -239,7 +239,7 @@ def _tiles_of_rows(parts, batch: RaggedBatch, sinks):
   padded = [jnp.pad(q, ((0, rows), (0, 0), (0, 0))) for q, _, _ in parts]
 
   def one_tile(tile):
-    seq = jnp.searchsorted(last_tile, tile, side="right").astype(jnp.int32)
+    seq = jnp.sum(tile >= last_tile, dtype=jnp.int32)
     seq = jnp.minimum(seq, batch.num_seqs - 1)
     row = (tile - first_tile[seq]) * rows
     start = batch.cu_q_lens[seq] + row
