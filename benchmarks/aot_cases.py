@@ -44,7 +44,7 @@ class Case:
 
 
 HEADS, HEAD_DIM, PAGE_SIZE, NUM_PAGES = 8, 128, 64, 512
-RECENT = {"recent_window": 64, "num_rings": 64}
+RECENT: dict[str, Any] = {"recent_window": 64, "num_rings": 64}
 S: Any = jax.ShapeDtypeStruct
 
 
