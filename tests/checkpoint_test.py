@@ -56,6 +56,22 @@ class CheckpointTest(EqualityTest):
     self.check_equal(checkpoint.restore(self.path), cache)
     self.assertEqual([p.name for p in self.path.parent.iterdir()], [self.path.name])
 
+  def test_rings(self):
+    cache = nv.PagedKVCache.create(
+      num_pages=5, page_size=16, num_kv_heads=2, head_dim=64, recent_window=20, num_rings=2
+    )
+    k, v = jax.random.normal(jax.random.key(0), (2, 60, 2, 64), jnp.bfloat16)
+    table = jnp.arange(5, dtype=jnp.int32)[None]
+    lens = jnp.asarray([60], jnp.int32), jnp.asarray([0, 60], jnp.int32)
+    batch = nv.RaggedBatch(table, *lens, ring_ids=jnp.asarray([1], jnp.int32))
+    cache = nv.append(cache, k, v, batch)
+    checkpoint.save(cache, self.path)
+    self.check_equal(checkpoint.restore(self.path), cache)
+    raw = self.path.read_bytes().replace(b'"recent_window": "20"', b'"recent_window": "90"')
+    self.path.write_bytes(raw)
+    with self.assertRaisesRegex(checkpoint.CheckpointError, "cache.recent.k must be bf16"):
+      checkpoint.restore(self.path)
+
   def test_is_a_safetensors_file(self):
     """Read by the format's description alone."""
     cache = filled_cache()
@@ -109,7 +125,7 @@ class CheckpointTest(EqualityTest):
     cache = filled_cache()
     checkpoint.save(cache, self.path)
     broken = dataclasses.replace(
-      cache, v=dataclasses.replace(cache.v, data=jnp.zeros((1,), jnp.int32))
+      cache, v=dataclasses.replace(cache.v, data=jnp.zeros((1,), jnp.int16))
     )
     with self.assertRaises(KeyError):
       checkpoint.save(broken, self.path)

@@ -68,6 +68,25 @@ class ShardedTest(TestCase):
     hlo = decode.lower(q, cache, batch).compile().as_text()
     self.assertNotRegex(hlo, "all-gather|all-reduce|all-to-all|collective-permute")
 
+  def test_rings_over_heads(self):
+    """A device has its heads of the rings, and all rings."""
+    cache = nv.PagedKVCache.create(
+      num_pages=8, page_size=PAGE, num_kv_heads=HEADS, head_dim=DIM, recent_window=20, num_rings=2
+    )
+    r = np.random.default_rng(2)
+    k, v = jnp.asarray(r.standard_normal((2, 90, HEADS, DIM)), jnp.bfloat16)
+    table = jnp.asarray(r.permutation(8).reshape(2, 4), jnp.int32)
+    lens = jnp.asarray([40, 50], jnp.int32)
+    cache = nv.append(cache, k, v, nv.RaggedBatch(table, lens, jnp.asarray([0, 40, 90], jnp.int32)))
+    q = jnp.asarray(r.standard_normal((2, HEADS * GROUP, DIM)), jnp.bfloat16)
+    batch = nv.RaggedBatch.for_decode(table, lens)
+    want = jax.jit(self.decode)(q, cache, batch)
+    got = self.over_heads(cache)(q, cache, batch)
+    for a, b in zip(got, want, strict=True):
+      np.testing.assert_array_equal(bits(a), bits(b))
+    with self.assertRaisesRegex(ValueError, "pages must be None .* recent window"):
+      sharding.cache_specs(cache, pages="shards")
+
   def test_append_to_heads(self):
     cache, batch, _ = filled(12, (60, 0, 33))
     k, v = jax.random.normal(jax.random.key(3), (2, 3, HEADS, DIM), jnp.bfloat16)
