@@ -123,6 +123,17 @@ class CreateTest(TestCase):
     self.assertNotEqual(structure, jax.tree.structure(small_cache(k_format="fp8")))
     self.assertEqual(hash(structure), hash(jax.tree.structure(cache)))
 
+  def test_levers_are_metadata_but_for_the_mean(self):
+    mean = jnp.ones((3, 64))
+    options = {"k_rotation": "hadamard", "scale_search": "four_over_six"}
+    cache = small_cache(k_mean=mean, **options)
+    leaves, structure = jax.tree.flatten(cache)
+    self.assertLen(leaves, 7)
+    self.assertNotEqual(structure, jax.tree.structure(small_cache(k_mean=mean)))
+    self.assertEqual((cache.k.rotation, cache.v.rotation), ("hadamard", None))
+    self.assertEqual(cache.v.scale_search, "four_over_six")
+    self.assertEqual(cache.bytes_per_token, small_cache().bytes_per_token)
+
   @parameterized.named_parameters(
     ("format", {"k_format": "int4"}, "k_format must be one of .* got 'int4'"),
     ("v_format", {"v_format": "e4m3"}, "v_format must be one of .* got 'e4m3'"),
