@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
 def measure(levels: list[str], smoke: bool, implementation: str | None) -> list[QualityRow]:
   rows = []
   if "format" in levels:
-    from benchmarks import quality_format, quality_data
+    from benchmarks import quality_data, quality_format
 
     quantisers = quality_format.QUANTISERS
     rows += quality_format.measure(

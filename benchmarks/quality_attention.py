@@ -19,7 +19,7 @@ import nvfp4_pallas as nv
 from benchmarks import quality_configs as configs
 from benchmarks import quality_data, quality_stored
 from benchmarks.progress import Progress
-from benchmarks.quality_configs import QualityConfig, bits_per_value, make_cache
+from benchmarks.quality_configs import QualityConfig, bits_per_value, calibrated, make_cache
 from benchmarks.quality_data import Inputs
 from benchmarks.quality_metrics import Number, State, attend, kl, mean, of_output, of_probabilities
 from benchmarks.quality_rows import QualityRow
@@ -161,6 +161,8 @@ def _by_decode(config, inputs: Inputs, implementation):
   cache, pages = _filled(config, inputs, sequences)
   if config.recent_window:
     first = jnp.zeros((sequences - 1,), jnp.int32)
+    from nvfp4_pallas.recent import copy_rings
+
     cache = copy_rings(cache, first, jnp.arange(1, sequences, dtype=jnp.int32))
   q = jnp.asarray(inputs.q.reshape(sequences, HEADS_PER_SEQUENCE, head_dim))
   batch = nv.RaggedBatch.for_decode(
@@ -246,7 +248,7 @@ def _empty(config: QualityConfig, inputs: Inputs, num_rings: int):
     num_kv_heads=heads,
     head_dim=head_dim,
     num_rings=num_rings,
-    k_mean=jnp.asarray(inputs.k_mean) if config.k_mean else None,
+    **calibrated(config, *map(jnp.asarray, inputs.sample)),
   )
   order = np.random.default_rng(0).permutation(pages)
   return cache, jnp.asarray(order, jnp.int32)[None]
@@ -291,13 +293,14 @@ def _exact(inputs: Inputs) -> list[State]:
 def _heads(config: QualityConfig, inputs: Inputs, stored):
   """Of each query head its Scores, its exact V and its stored V."""
   group = inputs.q.shape[1] // inputs.k.shape[1]
+  means = calibrated(config, *map(jnp.asarray, inputs.sample)).get("k_mean")
   for head in range(inputs.q.shape[1]):
     kv_head = head // group
     scores = quality_stored.Scores(
       config,
       inputs.q[inputs.first_judged :, head],
       inputs.k[:, kv_head],
-      inputs.k_mean[kv_head],
+      None if means is None else np.asarray(means[kv_head]),
       None if stored is None else stored.k[:, kv_head],
       len(inputs.k) if stored is None else stored.start,
     )
