@@ -291,7 +291,7 @@ def _exact(inputs: Inputs) -> list[State]:
 
 
 def _heads(config: QualityConfig, inputs: Inputs, stored):
-  """Of each query head its Scores, its exact V and its stored V."""
+  """Of each query head its Scores, its exact V and its stored V (the exact one if not stored)."""
   group = inputs.q.shape[1] // inputs.k.shape[1]
   means = calibrated(config, *map(jnp.asarray, inputs.sample)).get("k_mean")
   for head in range(inputs.q.shape[1]):
@@ -305,7 +305,7 @@ def _heads(config: QualityConfig, inputs: Inputs, stored):
       len(inputs.k) if stored is None else stored.start,
     )
     v = inputs.v[:, kv_head].astype(np.float64)
-    yield scores, v, None if stored is None else stored.v[:, kv_head]
+    yield scores, v, v if stored is None else stored.v[:, kv_head]
 
 
 def _masked(inputs: Inputs, scores: np.ndarray) -> np.ndarray:
