@@ -76,8 +76,10 @@ def measure(
   if "model" in levels:
     from benchmarks import quality_model
 
+    # Of a whole model nothing is calibrated but means: global scales of 1 fit its values.
+    configs = [c for c in quality_configs.CONFIGS if c.global_scale == "1"]
     rows += quality_model.measure(
-      quality_configs.CONFIGS,
+      configs,
       smoke=smoke,
       implementation=implementation,
       progress=Progress,

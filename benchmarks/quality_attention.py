@@ -122,7 +122,7 @@ def of_config(
     QualityRow(
       level="attention",
       config=config,
-      operation="prefill" if run is _by_prefill else "decode",
+      operation="prefill" if run is by_prefill else "decode",
       data=inputs.name,
       context=tokens,
       head_dim=head_dim,
@@ -145,16 +145,16 @@ def _over_definition(config, inputs, exact, by_kernel: Number) -> Number:
 
 def _operation(config: QualityConfig, inputs: Inputs):
   if not inputs.causal:
-    return _by_decode
+    return by_decode
   # What is wide for one row of a text is not for a later one: it must be fed as it is generated.
-  return _by_decode_of_a_text if config.recent_window else _by_prefill
+  return by_decode_of_a_text if config.recent_window else by_prefill
 
 
 # Each of these: (config, inputs, implementation) -> (out [rows, num_q_heads, head_dim],
 # lse [rows, num_q_heads], who ran it, what the cache holds or None where that changes by row).
 
 
-def _by_decode(config, inputs: Inputs, implementation):
+def by_decode(config, inputs: Inputs, implementation):
   """Rows as query heads of sequences that share all their pages."""
   rows, _, head_dim = inputs.q.shape
   sequences = rows // HEADS_PER_SEQUENCE
@@ -175,7 +175,7 @@ def _by_decode(config, inputs: Inputs, implementation):
   return np.asarray(out).reshape(rows, 1, head_dim), np.asarray(lse).reshape(rows, 1), who, stored
 
 
-def _by_prefill(config, inputs: Inputs, implementation):
+def by_prefill(config, inputs: Inputs, implementation):
   """Rows as one step of one sequence, whose keys are all in the cache, its own too."""
   cache, pages = _filled(config, inputs, 1)
   q = jnp.asarray(inputs.q)
@@ -186,7 +186,7 @@ def _by_prefill(config, inputs: Inputs, implementation):
   return np.asarray(out), np.asarray(lse), who, stored
 
 
-def _by_decode_of_a_text(config, inputs: Inputs, implementation):
+def by_decode_of_a_text(config, inputs: Inputs, implementation):
   """Token by token: each is appended and then attends to all so far."""
   cache, pages = _empty(config, inputs, 1)
   arrays = [jnp.asarray(x) for x in (inputs.q, inputs.k, inputs.v)]
@@ -235,7 +235,7 @@ def _text(read_path: str, q_levels: int, implementation: str | None):
   return jax.jit(run)
 
 
-_append = jax.jit(nv.append, static_argnames="implementation", donate_argnums=0)
+append = jax.jit(nv.append, static_argnames="implementation", donate_argnums=0)
 
 
 def _empty(config: QualityConfig, inputs: Inputs, num_rings: int):
@@ -258,7 +258,7 @@ def _filled(config: QualityConfig, inputs: Inputs, num_rings: int):
   cache, pages = _empty(config, inputs, num_rings)
   tokens = len(inputs.k)
   batch = _one_sequence(pages, tokens, tokens)
-  return _append(cache, jnp.asarray(inputs.k), jnp.asarray(inputs.v), batch), pages
+  return append(cache, jnp.asarray(inputs.k), jnp.asarray(inputs.v), batch), pages
 
 
 def _one_sequence(pages: jax.Array, tokens: int, rows: int) -> nv.RaggedBatch:
@@ -286,11 +286,11 @@ def _who(resolve, q, cache, config: QualityConfig, batch, implementation, *, cau
 def _exact(inputs: Inputs) -> list[State]:
   return [
     attend(_masked(inputs, scores(quantised_q=False, quantised_k=False)), v)
-    for scores, v, _ in _heads(configs.BF16, inputs, None)
+    for scores, v, _ in heads(configs.BF16, inputs, None)
   ]
 
 
-def _heads(config: QualityConfig, inputs: Inputs, stored):
+def heads(config: QualityConfig, inputs: Inputs, stored):
   """Of each query head its Scores, its exact V and its stored V (the exact one if not stored)."""
   group = inputs.q.shape[1] // inputs.k.shape[1]
   means = calibrated(config, *map(jnp.asarray, inputs.sample)).get("k_mean")
@@ -329,7 +329,7 @@ def _together(states: list[State]) -> State:
 def _of_scores(config, inputs: Inputs, exact: list[State], stored) -> dict[str, Number]:
   """Metrics of the probabilities, and rel_l2 and KL with only one of Q, K and V as stored."""
   whole, parts = [], {part: [] for part in PARTS}
-  for (scores, v, stored_v), state in zip(_heads(config, inputs, stored), exact, strict=True):
+  for (scores, v, stored_v), state in zip(heads(config, inputs, stored), exact, strict=True):
     both = _masked(inputs, scores(quantised_q=True, quantised_k=True))
     whole.append(attend(both, stored_v))
     for part, (q, k, of_v) in PARTS.items():

@@ -12,7 +12,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import nvfp4_pallas as nv
 from nvfp4_pallas import calibration
@@ -162,10 +161,8 @@ def _bytes_of(config: QualityConfig) -> tuple[int, int]:
       v_global_scale=scale,
     )
   )
-  ring = jax.tree.leaves(getattr(cache, "recent", None))
-  return int(cache.k.nbytes + cache.v.nbytes), sum(
-    a.size * jnp.dtype(a.dtype).itemsize for a in ring
-  )
+  ring_bytes = 0 if cache.recent is None else cache.recent.bytes_per_ring
+  return int(cache.k.nbytes + cache.v.nbytes), ring_bytes
 
 
 def _baseline(format: str, **fields) -> QualityConfig:

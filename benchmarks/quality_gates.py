@@ -515,7 +515,7 @@ _ONE_WINDOW = "reference {}, one window of 1,024 tokens of documentation, and 15
 _DOCS = {"text": "docs", "context": (1024, 2048, 4096, 8192)}
 _MODEL = (
   _model(
-    "recommended: KL at 8K",
+    "model, recommended: KL at 8K",
     RECOMMENDED,
     "kl",
     "<=",
@@ -525,7 +525,7 @@ _MODEL = (
     full_only=True,
   ),
   _model(
-    "recommended: bits a value at 8K",
+    "model, recommended: bits a value at 8K",
     RECOMMENDED,
     "kl",
     "<=",
@@ -536,7 +536,7 @@ _MODEL = (
     full_only=True,
   ),
   _model(
-    "recommended: pass keys found at 8K",
+    "model, recommended: pass keys found at 8K",
     RECOMMENDED,
     "answer_top1",
     ">=",
@@ -546,7 +546,7 @@ _MODEL = (
     full_only=True,
   ),
   _model(
-    "recommended: values found at 8K over BF16's",
+    "model, recommended: values found over BF16's",
     RECOMMENDED,
     "answer_top1",
     ">=",
@@ -557,7 +557,7 @@ _MODEL = (
     full_only=True,
   ),
   _model(
-    "nvfp4 w64: KL",
+    "model, nvfp4 w64: KL",
     "nvfp4 w64",
     "kl",
     "<=",
@@ -567,7 +567,7 @@ _MODEL = (
     full_only=True,
   ),
   _model(
-    "nvfp4 w64: top-1",
+    "model, nvfp4 w64: top-1",
     "nvfp4 w64",
     "top1",
     ">=",
@@ -577,7 +577,7 @@ _MODEL = (
     full_only=True,
   ),
   _model(
-    "nvfp4 hadK 4/6 w64: KL",
+    "model, nvfp4 hadK 4/6 w64: KL",
     "nvfp4 hadK 4/6 w64",
     "kl",
     "<=",
@@ -587,7 +587,7 @@ _MODEL = (
     full_only=True,
   ),
   _model(
-    "fp8 w64: KL",
+    "model, fp8 w64: KL",
     "fp8 w64",
     "kl",
     "<=",
@@ -597,7 +597,7 @@ _MODEL = (
     full_only=True,
   ),
   _model(
-    "Q x2 over Q bf16: KL",
+    "model, Q x2 over Q bf16: KL",
     "nvfp4, Q x2",
     "kl",
     "<=",
@@ -608,7 +608,7 @@ _MODEL = (
     full_only=True,
   ),
   _model(
-    "nvfp4 w64 beats nvfp4: KL",
+    "model, nvfp4 w64 beats nvfp4: KL",
     "nvfp4 w64",
     "kl",
     "<",
