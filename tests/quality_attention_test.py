@@ -16,15 +16,17 @@ from benchmarks.quality_metrics import attend, of_output, of_probabilities
 from benchmarks.quality_table import WIDTH
 from tests.base import TestCase
 
-FORMATS = ("bf16", "fp8", "fp8/nvfp4", "nvfp4")
-LEVERS = ("nvfp4 hadKV 4/6", "nvfp4 mean hadK 4/6", "nvfp4, Q x1", "nvfp4, Q fp8", "nvfp4 cal")
-WINDOWED = ("nvfp4 mean hadK 4/6 w64", "fp8 w64")
+# One of each thing that changes scores or values.
+CONFIGS = (
+  *("fp8/nvfp4", "nvfp4 hadKV 4/6", "nvfp4, Q x1", "nvfp4, Q fp8", "nvfp4 cal"),
+  "nvfp4 mean hadK 4/6 w64",
+)
 
 
 class ScoresTest(TestCase):
   """The output must be that of exact attention with the scores and values read from the cache."""
 
-  @parameterized.parameters(*FORMATS, *LEVERS, *WINDOWED)
+  @parameterized.parameters(*CONFIGS)
   def test_decode(self, name):
     config, inputs = BY_NAME[name], quality_data.pattern("peaky", 300, 64)
     out, lse, who, stored = quality_attention.by_decode(config, inputs, None)
@@ -38,9 +40,9 @@ class ScoresTest(TestCase):
   def test_a_window_keeps_its_tokens(self):
     config, inputs = BY_NAME["nvfp4 w64"], quality_data.pattern("gauss", 300, 64)
     _, _, _, stored = quality_attention.by_decode(config, inputs, None)
-    error = np.abs(stored.k - inputs.k).max(axis=(1, 2))
-    self.assertLess(error[stored.start :].max(), 2**-7)
-    self.assertGreater(error[: stored.start].min(), 2**-5)
+    wide = np.abs(stored.k - inputs.k) <= 2**-8 * np.abs(inputs.k)
+    self.assertTrue(wide[stored.start :].all())
+    self.assertLess(wide[: stored.start].mean(), 0.1)
 
   def test_a_text_is_read_as_it_is_generated(self):
     """Token by token and all at once are the same where nothing depends on when a token came."""

@@ -21,7 +21,7 @@ def nvfp4(x: np.ndarray, g: np.float32, largest=6) -> np.ndarray:
   step = scale.astype(np.float32) * g
   # A scale that was rounded down lets a quotient pass the largest code.
   codes = (blocks / step).clip(-6, 6).astype(ml_dtypes.float4_e2m1fn)
-  return (codes.astype(np.float32) * step).reshape(x.shape)
+  return (codes.astype(np.float32) * scale.astype(np.float32) * g).reshape(x.shape)
 
 
 class PackedTest(TestCase):
