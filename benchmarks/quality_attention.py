@@ -161,9 +161,7 @@ def by_decode(config, inputs: Inputs, implementation):
   cache, pages = _filled(config, inputs, sequences)
   if config.recent_window:
     first = jnp.zeros((sequences - 1,), jnp.int32)
-    from nvfp4_pallas.recent import copy_rings
-
-    cache = copy_rings(cache, first, jnp.arange(1, sequences, dtype=jnp.int32))
+    cache = nv.copy_rings(cache, first, jnp.arange(1, sequences, dtype=jnp.int32))
   q = jnp.asarray(inputs.q.reshape(sequences, HEADS_PER_SEQUENCE, head_dim))
   batch = nv.RaggedBatch.for_decode(
     jnp.broadcast_to(pages, (sequences, pages.shape[1])),

@@ -37,7 +37,7 @@ class Stored:
 
 def read(cache, pages: np.ndarray, tokens: int, config: QualityConfig) -> Stored:
   """The sequence whose page table is `pages`, and whose ring is the first one."""
-  start = tokens if getattr(cache, "recent", None) is None else int(cache.recent.starts[0])
+  start = tokens if cache.recent is None else int(cache.recent.starts[0])
   used = pages[: -(-start // config.page_size)]
   k, v = (_rows(oracle.decode_pool(pool)[used])[:start] for pool in (cache.k, cache.v))
   if config.read_path == "nvfp4_a8q":
