@@ -54,13 +54,13 @@ class Source:
   Attributes:
     name: for rows of results.
     model: the weights.
-    encode: text -> token ids; None for an exported folder, which brings tokens along.
+    encode: text -> token ids; an exported folder brings tokens along instead, and raises.
     folder: the exported folder, else None.
   """
 
   name: str
   model: Model
-  encode: Callable[[str], list[int]] | None = None
+  encode: Callable[[str], list[int]]
   folder: pathlib.Path | None = None
 
 
@@ -74,18 +74,22 @@ def load(path: pathlib.Path | None = None) -> Source:
   path = fetch_gguf() if path is None else pathlib.Path(path)
   if path.is_dir() and (path / llama_export.META).exists():
     meta, weights = llama_export.read(path)
-    return Source(meta["name"], from_gguf_names(Config(**meta["config"]), weights), folder=path)
+    return Source(
+      meta["name"], from_gguf_names(Config(**meta["config"]), weights), _no_tokenizer, folder=path
+    )
   if path.is_dir():
     config, weights = llama_hf.read(path)
     tokenizer = require("tokenizers").Tokenizer.from_file(str(path / "tokenizer.json"))
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
     return Source(path.name, llama_hf.model(config, weights), encode)
-  gguf = require("gguf")
-  reader = gguf.GGUFReader(path)
-  weights = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in reader.tensors}
-  tokenizer = _gguf_tokenizer(reader)
-  model = from_gguf_names(gguf_config(reader), weights)
-  return Source(path.stem, model, lambda text: tokenizer.encode(text).ids)
+  reader, dequantize = open_gguf(path), require("gguf").dequantize
+  config = gguf_config(reader)
+  weights = {t.name: dequantize(t.data, t.tensor_type) for t in reader.tensors}
+  return Source(model_name(reader), from_gguf_names(config, weights), gguf_encode(reader))
+
+
+def _no_tokenizer(text: str) -> list[int]:
+  raise ValueError("text must come with an exported folder as tokens, it has no tokenizer")
 
 
 def require(package: str):
@@ -125,6 +129,14 @@ def _download(path: pathlib.Path) -> None:
 
 
 # ---- GGUF
+
+
+def open_gguf(path: pathlib.Path):
+  return require("gguf").GGUFReader(path)
+
+
+def model_name(reader) -> str:
+  return _field(reader, "general.name")
 
 
 def _field(reader, name: str):
@@ -185,7 +197,8 @@ def from_gguf_names(config: Config, weights: dict[str, np.ndarray]) -> Model:
   )
 
 
-def _gguf_tokenizer(reader):
+def gguf_encode(reader) -> Callable[[str], list[int]]:
+  """text -> token ids. Raises ValueError where the tokenizer is not of SmolLM2's kind."""
   # Other byte-level tokenizers cut words by other patterns, which a GGUF names and does not hold.
   for name, expected in (("model", "gpt2"), ("pre", "smollm")):
     found = _field(reader, f"tokenizer.ggml.{name}")
@@ -195,7 +208,8 @@ def _gguf_tokenizer(reader):
         "name the model's Hugging Face folder instead"
       )
   fields = ("tokens", "merges", "token_type")
-  return make_tokenizer(*(_field(reader, f"tokenizer.ggml.{name}") for name in fields))
+  tokenizer = make_tokenizer(*(_field(reader, f"tokenizer.ggml.{name}") for name in fields))
+  return lambda text: tokenizer.encode(text).ids
 
 
 def make_tokenizer(tokens: Sequence[str], merges: Sequence[str], token_types: Sequence[int]):
