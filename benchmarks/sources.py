@@ -39,6 +39,48 @@ def kernel_hash(kernel_names: Iterable[str]) -> str:
   return _hash(frozenset(launchers)) if launchers else ""
 
 
+# What the operations import that changes who runs or what is checked, never a number.
+_NO_NUMBERS = ("debug", "dispatch", "policy")
+
+
+def definition_hash(implementation: str) -> str:
+  """Of the sources that a number of an operation comes from: the definition, and with another
+  implementation than `xla` all kernels."""
+  return _definition_hash(implementation != "xla")
+
+
+@functools.cache
+def _definition_hash(with_kernels: bool) -> str:
+  package = KERNELS.parent
+  paths = [p for p in package.glob("*.py") if p.stem in _definition_modules()]
+  paths += [p for p in (package / "ops").glob("*.py") if with_kernels or p.stem != "prefill_choice"]
+  paths += KERNELS.glob("*.py") if with_kernels else ()
+  digest = hashlib.sha256()
+  for path in sorted(paths):
+    digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+  return digest.hexdigest()[:12]
+
+
+def _definition_modules() -> set[str]:
+  """Top-level modules that the operations import, directly or through each other."""
+  package = KERNELS.parent
+  found, left = set(), list((package / "ops").glob("*.py"))
+  while left:
+    for node in ast.walk(ast.parse(left.pop().read_text())):
+      if not isinstance(node, ast.ImportFrom) or not node.module:
+        continue
+      if node.module == package.name:
+        names = [alias.name for alias in node.names]
+      elif node.module.startswith(package.name + "."):
+        names = [node.module.split(".")[1]]
+      else:
+        continue
+      new = {n for n in names if (package / f"{n}.py").exists()} - found - set(_NO_NUMBERS)
+      found |= new
+      left += [package / f"{n}.py" for n in new]
+  return found
+
+
 @functools.cache
 def _hash(modules: frozenset[str]) -> str:
   digest = hashlib.sha256()
