@@ -1,4 +1,4 @@
-"""Writes a model for a machine where nothing can be installed: `python -m benchmarks.export_model DIR`.
+"""Writes a model for a machine without packages: `python -m benchmarks.export_model DIR`.
 
 The folder holds the weights of a GGUF as they are and the tokens of all texts and prompts of the
 quality benchmark, in files that numpy reads (llama_export.py); `quality --model DIR` takes it.
@@ -14,11 +14,11 @@ from benchmarks import llama_export, llama_files, quality_texts
 
 def export(folder: pathlib.Path, path: pathlib.Path | None = None) -> list[pathlib.Path]:
   """Exports the GGUF at `path`, by default the pinned one. Returns the files."""
-  reader = llama_files.open_gguf(llama_files.fetch_gguf() if path is None else path)
+  path = llama_files.fetch_gguf() if path is None else path
+  reader = llama_files.open_gguf(path)
   tensors = {t.name: (t.tensor_type.name, t.data) for t in reader.tensors}
   config = llama_files.gguf_config(reader)
-  name = llama_files.model_name(reader)
-  files = llama_export.write(folder, name, config, tensors)
+  files = llama_export.write(folder, path.stem, config, tensors)
   tokens = folder / quality_texts.FILE
   quality_texts.save(quality_texts.make(llama_files.gguf_encode(reader)), tokens)
   return [*files, tokens]

@@ -85,7 +85,7 @@ def load(path: pathlib.Path | None = None) -> Source:
   reader, dequantize = open_gguf(path), require("gguf").dequantize
   config = gguf_config(reader)
   weights = {t.name: dequantize(t.data, t.tensor_type) for t in reader.tensors}
-  return Source(model_name(reader), from_gguf_names(config, weights), gguf_encode(reader))
+  return Source(path.stem, from_gguf_names(config, weights), gguf_encode(reader))
 
 
 def _no_tokenizer(text: str) -> list[int]:
@@ -133,10 +133,6 @@ def _download(path: pathlib.Path) -> None:
 
 def open_gguf(path: pathlib.Path):
   return require("gguf").GGUFReader(path)
-
-
-def model_name(reader) -> str:
-  return _field(reader, "general.name")
 
 
 def _field(reader, name: str):

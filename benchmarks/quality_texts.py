@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -105,8 +105,8 @@ def _reasoning() -> Iterator[str]:
     yield makers[rng.integers(len(makers))](rng)
 
 
-def _pick(rng: np.random.Generator, words: Sequence[str], count: int) -> list[str]:
-  return [words[i] for i in rng.permutation(len(words))[:count]]
+def _pick(rng: np.random.Generator, words: tuple[str, ...], count: int) -> list[str]:
+  return [words[int(i)] for i in rng.permutation(len(words))[:count]]
 
 
 def _shopping(rng) -> str:
@@ -232,7 +232,7 @@ def save(material: Material, path: pathlib.Path) -> None:
     arrays[f"recall {length} answer_lens"] = recall.answer_lens
     arrays[f"recall {length} kinds"] = np.array(recall.kinds)
     arrays[f"recall {length} depths"] = np.array(recall.depths)
-  np.savez_compressed(path, **arrays)
+  np.savez_compressed(path, allow_pickle=False, **arrays)
 
 
 def read(path: pathlib.Path) -> Material:
