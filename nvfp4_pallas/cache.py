@@ -12,6 +12,10 @@ once; both K and V have their scales in this linear order, per token. The decode
 `data`, `data * global_scale`, or `e2m1(code) * block_scale * global_scale`; `global_scale` is
 float32 [num_kv_heads]. K and V choose their formats independently, and head_dim may differ.
 
+A pool may keep its rows rotated, and K's without a mean (rotation.py): that is a property of the
+pool, so that append, prefill and decode cannot disagree. Its pages then hold other numbers than
+the k and v that were appended.
+
 Which page belongs to whom is the caller's business: a page table (batch.py) names pages, and a
 free list lives outside, on the host.
 """
@@ -23,9 +27,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from nvfp4_pallas import format as nvfp4
+from nvfp4_pallas.rotation import check_rotation
 
 KV_FORMATS = ("bf16", "fp8", "nvfp4")
 LAYOUT = "head_major"
@@ -36,8 +43,8 @@ HEAD_DIM_MIN, HEAD_DIM_MAX = 64, 256
 
 @functools.partial(
   jax.tree_util.register_dataclass,
-  data_fields=["data", "block_scale", "global_scale"],
-  meta_fields=["format"],
+  data_fields=["data", "block_scale", "global_scale", "mean"],
+  meta_fields=["format", "scale_search", "rotation"],
 )
 @dataclasses.dataclass(frozen=True)
 class PagePool:
@@ -48,12 +55,18 @@ class PagePool:
     block_scale: nvfp4 only, else None.
     global_scale: float32 [num_kv_heads], the decode multiplier; None for bf16.
     format: `bf16`, `fp8` or `nvfp4` (static).
+    mean: K only: float32 [num_kv_heads, head_dim], taken off rows before they are stored, or None.
+    scale_search: how nvfp4 rows are rounded, see format.encode (static).
+    rotation: of the rows, None or `hadamard` (static).
   """
 
   data: jax.Array
   block_scale: jax.Array | None
   global_scale: jax.Array | None
   format: str
+  mean: jax.Array | None = None
+  scale_search: str = "amax"
+  rotation: str | None = None
 
   @property
   def num_pages(self) -> int:
@@ -140,6 +153,10 @@ class PagedKVCache:
     v_head_dim: int | None = None,
     k_global_scale: jax.Array | float = 1.0,
     v_global_scale: jax.Array | float = 1.0,
+    scale_search: str = "amax",
+    k_rotation: str | None = None,
+    v_rotation: str | None = None,
+    k_mean: jax.Array | None = None,
   ) -> PagedKVCache:
     """An empty cache (zeros).
 
@@ -151,6 +168,9 @@ class PagedKVCache:
       k_format, v_format: `bf16`, `fp8` or `nvfp4`; V's defaults to K's.
       v_head_dim: V's head dim; defaults to K's.
       k_global_scale, v_global_scale: decode multipliers, a number or float32 [num_kv_heads].
+      scale_search: `amax`, or `four_over_six` for what is in nvfp4: see format.encode.
+      k_rotation, v_rotation: None, or `hadamard`: rows are stored rotated (rotation.py).
+      k_mean: float32 [num_kv_heads, head_dim], taken off every key; not for use with soft_cap.
 
     Raises:
       ValueError: an argument breaks a rule above (message: argument, rule, value).
@@ -164,14 +184,22 @@ class PagedKVCache:
     check_page_size(page_size)
     check_head_dim("head_dim", head_dim)
     check_head_dim("v_head_dim", v_head_dim)
+    check_rotation("k_rotation", k_rotation)
+    check_rotation("v_rotation", v_rotation)
+    _check_scale_search("scale_search", scale_search, k_format, v_format)
+    if k_mean is not None:
+      _check_mean("k_mean", k_mean, (num_kv_heads, head_dim))
+      k_mean = jnp.array(k_mean, copy=True)  # for the reason in _empty_pool
     shape = (num_pages, num_kv_heads, page_size)
+    k = _empty_pool("k", k_format, shape, head_dim, k_global_scale, scale_search)
+    v = _empty_pool("v", v_format, shape, v_head_dim, v_global_scale, scale_search)
     return cls(
-      k=_empty_pool("k", k_format, shape, head_dim, k_global_scale),
-      v=_empty_pool("v", v_format, shape, v_head_dim, v_global_scale),
+      k=dataclasses.replace(k, rotation=k_rotation, mean=k_mean),
+      v=dataclasses.replace(v, rotation=v_rotation),
     )
 
 
-def _empty_pool(name, format, shape, head_dim, global_scale) -> PagePool:
+def _empty_pool(name, format, shape, head_dim, global_scale, scale_search) -> PagePool:
   if format not in KV_FORMATS:
     raise ValueError(f"{name}_format must be one of {KV_FORMATS}, got {format!r}")
   nvfp4.check_global_scale(global_scale, shape[1:2], f"{name}_global_scale")
@@ -188,14 +216,17 @@ def _empty_pool(name, format, shape, head_dim, global_scale) -> PagePool:
     block_scale=jnp.zeros((*shape, head_dim // nvfp4.SCALE_BLOCK), jnp.float8_e4m3fn),
     global_scale=scale,
     format=format,
+    scale_search=scale_search,
   )
 
 
 def encode_rows(pool: PagePool, x: jax.Array) -> tuple[jax.Array, ...]:
   """New rows [tokens, num_kv_heads, head_dim] in the pool's format: (data,) or (data, scales).
 
+  They are rotated already where the pool is, and without its mean.
+
   bf16: rounded to nearest. fp8: e4m3 of fl(x / global_scale), nearest, saturating at 448; a
-  non-finite value becomes E4M3 NaN. nvfp4: format.encode with the pool's global scale.
+  non-finite value becomes E4M3 NaN. nvfp4: format.encode with the pool's global scale and search.
   """
   if pool.format == "bf16":
     return (x.astype(jnp.bfloat16),)
@@ -203,7 +234,8 @@ def encode_rows(pool: PagePool, x: jax.Array) -> tuple[jax.Array, ...]:
     scaled = nvfp4.divide(x.astype(jnp.float32), pool.decode_scale[None, :, None])
     rounded = jnp.clip(scaled, -nvfp4.E4M3_MAX, nvfp4.E4M3_MAX)
     return (jnp.where(jnp.isfinite(scaled), rounded, jnp.nan).astype(jnp.float8_e4m3fn),)
-  packed = nvfp4.encode(x, jnp.broadcast_to(pool.decode_scale, x.shape[:-1]))
+  scale = jnp.broadcast_to(pool.decode_scale, x.shape[:-1])
+  packed = nvfp4.encode(x, scale, scale_search=pool.scale_search)
   return packed.codes, packed.block_scale
 
 
@@ -323,6 +355,35 @@ def _check_pool(name, pool) -> None:
       )
   if pool.global_scale is not None:
     nvfp4.check_global_scale(pool.global_scale, (pool.num_kv_heads,), f"cache.{name}.global_scale")
+  check_rotation(f"cache.{name}.rotation", pool.rotation)
+  _check_scale_search(f"cache.{name}.scale_search", pool.scale_search, pool.format)
+  if pool.mean is not None:
+    if name == "v":
+      raise ValueError(f"cache.v.mean must be None, got {pool.mean.dtype} {pool.mean.shape}")
+    _check_mean(f"cache.{name}.mean", pool.mean, (pool.num_kv_heads, pool.head_dim))
+
+
+def _check_scale_search(name: str, scale_search: str, *formats: str) -> None:
+  if scale_search not in nvfp4.SCALE_SEARCHES:
+    raise ValueError(f"{name} must be one of {nvfp4.SCALE_SEARCHES}, got {scale_search!r}")
+  if scale_search != "amax" and "nvfp4" not in formats:
+    raise ValueError(f"{name} must be 'amax' without nvfp4, got {scale_search!r} for {formats}")
+
+
+def _check_mean(name: str, mean: jax.Array, shape: tuple[int, int]) -> None:
+  """float32 of this shape; finite, where values are known."""
+  if not hasattr(mean, "dtype") or mean.dtype != jnp.float32 or mean.shape != shape:
+    found = f"{mean.dtype} {mean.shape}" if hasattr(mean, "dtype") else type(mean).__name__
+    raise ValueError(f"{name} must be float32 {shape}, got {found}")
+  if not isinstance(mean, Tracer):
+    check_finite(name, np.asarray(mean))
+
+
+def check_finite(name: str, values: np.ndarray) -> None:
+  bad = ~np.isfinite(values)
+  if bad.any():
+    place = np.argwhere(bad)[0].tolist()
+    raise ValueError(f"{name} must be finite, got {values[bad][0]} at {place}")
 
 
 def check_page_size(page_size: int) -> None:

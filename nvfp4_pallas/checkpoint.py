@@ -2,7 +2,8 @@
 
 A file is a safetensors file (https://github.com/huggingface/safetensors, format.md): eight bytes of
 the header's length, the header in JSON, the arrays' bytes one after the other. Its `__metadata__`
-says what the bytes mean: library, layout, version, and the formats of K and V.
+says what the bytes mean: library, layout, version, and the formats of K and V; and where they are
+not the usual ones, how K and V round (`k_scale_search`) and are rotated (`k_rotation`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import ml_dtypes
 import numpy as np
 
 from nvfp4_pallas.cache import KV_FORMATS, LAYOUT, LAYOUT_VERSION, PagedKVCache, PagePool
+from nvfp4_pallas.format import SCALE_SEARCHES
+from nvfp4_pallas.rotation import ROTATIONS
 
 LIBRARY = "nvfp4_pallas"
 _DTYPES = {
@@ -29,8 +32,11 @@ _DTYPES = {
   "BF16": np.dtype(ml_dtypes.bfloat16),
   "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
+# Of a pool: what it is unless the file says so, and what else it may be.
+_OPTIONS = {"scale_search": ("amax", SCALE_SEARCHES), "rotation": (None, ROTATIONS)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_LEAVES = ("data", "block_scale", "global_scale")
+_PAGED = ("data", "block_scale")
+_LEAVES = (*_PAGED, "global_scale", "mean")
 
 
 class CheckpointError(ValueError):
@@ -48,6 +54,7 @@ def save(cache: PagedKVCache, path: str | os.PathLike) -> None:
       "version": str(cache.version),
       "k_format": cache.k.format,
       "v_format": cache.v.format,
+      **_options(cache),
     }
   }
   end = 0
@@ -90,7 +97,7 @@ def restore(path: str | os.PathLike) -> PagedKVCache:
     if format not in KV_FORMATS:
       raise CheckpointError(f"{name}_format must be one of {KV_FORMATS}, the file has {format!r}")
     leaves: Any = {leaf: _array(header, body, f"{name}.{leaf}") for leaf in _LEAVES}
-    pools[name] = PagePool(**leaves, format=format)
+    pools[name] = PagePool(**leaves, format=format, **_known_options(about, name))
     _check_leaves(pools[name], name)
   if header:
     raise CheckpointError(f"the file has arrays that no cache has: {sorted(header)}")
@@ -141,6 +148,25 @@ def restore_pages(
   return dataclasses.replace(cache, **pools)
 
 
+def _options(cache: PagedKVCache) -> dict[str, str]:
+  """What is not as in a cache that was created without options."""
+  return {
+    f"{name}_{option}": value
+    for name, pool in (("k", cache.k), ("v", cache.v))
+    for option, (usual, _) in _OPTIONS.items()
+    if (value := getattr(pool, option)) != usual
+  }
+
+
+def _known_options(about: dict[str, str], name: str) -> dict[str, Any]:
+  options = {}
+  for option, (usual, others) in _OPTIONS.items():
+    value = options[option] = about.get(f"{name}_{option}", usual)
+    if value not in (usual, *others):
+      raise CheckpointError(f"{name}_{option} must be one of {others}, the file has {value!r}")
+  return options
+
+
 def _named(cache: PagedKVCache) -> dict[str, jax.Array]:
   named = {
     f"{pool}.{leaf}": getattr(getattr(cache, pool), leaf) for pool in "kv" for leaf in _LEAVES
@@ -149,7 +175,7 @@ def _named(cache: PagedKVCache) -> dict[str, jax.Array]:
 
 
 def _paged(cache: PagedKVCache) -> dict[str, jax.Array]:
-  return {name: a for name, a in _named(cache).items() if not name.endswith("global_scale")}
+  return {name: a for name, a in _named(cache).items() if name.partition(".")[2] in _PAGED}
 
 
 def _page_index(cache: PagedKVCache, pages: Sequence[int]) -> np.ndarray:
@@ -192,8 +218,14 @@ def _array(header: dict, body: memoryview, name: str) -> jax.Array | None:
 
 def _check_leaves(pool: PagePool, name: str) -> None:
   """What the format needs is there, and nothing else."""
-  needed = {"bf16": ("data",), "fp8": ("data", "global_scale"), "nvfp4": _LEAVES}[pool.format]
+  needed = {
+    "bf16": ("data",),
+    "fp8": ("data", "global_scale"),
+    "nvfp4": (*_PAGED, "global_scale"),
+  }[pool.format]
   for leaf in _LEAVES:
+    if leaf == "mean" and name == "k":
+      continue  # as it likes
     if (getattr(pool, leaf) is not None) != (leaf in needed):
       what = "lacks" if leaf in needed else "must not have"
       raise CheckpointError(f"{name} in {pool.format} {what} {leaf}")

@@ -2,8 +2,8 @@
 
 Outside jit the operations see lengths and offsets and check them. Inside, values are not known
 when the call is traced, and a wrong one is clipped, skipped or read as it stands. `debug_checks`
-hands the small arrays of a call (page table, lengths, slots, global scales) to the host, where the
-same rules are tried; the pages themselves stay where they are.
+hands the small arrays of a call (page table, lengths, slots, global scales, K's mean) to the host,
+where the same rules are tried; the pages themselves stay where they are.
 
 It is a jax.debug.callback that raises. checkify would leave it to the caller to functionalise
 every jit around a call, and io_callback has no derivative; this one works under jit, scan, vmap and
@@ -28,7 +28,7 @@ import numpy as np
 from jax.core import Tracer
 
 from nvfp4_pallas.batch import RaggedBatch, check_batch, check_one_token_each
-from nvfp4_pallas.cache import PagedKVCache
+from nvfp4_pallas.cache import PagedKVCache, check_finite
 from nvfp4_pallas.format import check_global_scale
 from nvfp4_pallas.read_paths import AttentionSpec
 
@@ -113,13 +113,17 @@ def _on_values(check: Callable[..., None], *trees) -> None:
 
 
 def _scales(cache: PagedKVCache) -> dict[str, jax.Array | None]:
-  return {f"cache.{name}.global_scale": getattr(cache, name).global_scale for name in "kv"}
+  """The small arrays of the pools."""
+  scales = {f"cache.{name}.global_scale": getattr(cache, name).global_scale for name in "kv"}
+  return scales | {"cache.k.mean": cache.k.mean}
 
 
 def _check_scales(scales: dict[str, np.ndarray | None]) -> None:
-  for name, scale in scales.items():
-    if scale is not None:
-      check_global_scale(scale, scale.shape, name)
+  for name, values in scales.items():
+    if values is not None and name == "cache.k.mean":
+      check_finite(name, values)
+    elif values is not None:
+      check_global_scale(values, values.shape, name)
 
 
 def _check_page_table(table, begin, end, num_pages: int, page_size: int) -> None:

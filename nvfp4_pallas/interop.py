@@ -89,7 +89,7 @@ def to_flashinfer(
 
   Raises:
     ValueError: an argument breaks a rule, or the KV heads' global scales differ.
-    NotImplementedError: K or V is not in nvfp4.
+    NotImplementedError: K or V is not in nvfp4, or stored rotated or without a mean.
   """
   _check_layout(layout)
   pools = {name: _pool_out(getattr(cache, name), name) for name in ("k", "v")}
@@ -188,6 +188,11 @@ def from_vllm(
 def _pool_out(pool: PagePool, name: str) -> dict[str, jax.Array]:
   if pool.format != "nvfp4":
     raise NotImplementedError(f"this layout holds nvfp4, {name} is {pool.format}")
+  if pool.rotation is not None or pool.mean is not None:
+    raise NotImplementedError(
+      f"this layout knows no rotation and no mean, {name} has rotation {pool.rotation!r} and "
+      f"{'no' if pool.mean is None else 'a'} mean"
+    )
   assert pool.block_scale is not None
   return {"codes": pool.data, "scale": pool.block_scale}
 

@@ -45,6 +45,7 @@ def cache_specs(
       data=by_page,
       block_scale=None if pool.block_scale is None else by_page,
       global_scale=None if pool.global_scale is None else PartitionSpec(heads),
+      mean=None if pool.mean is None else PartitionSpec(heads),
     )
 
   return dataclasses.replace(cache, k=specs(cache.k), v=specs(cache.v))

@@ -8,7 +8,7 @@ from absl.testing import absltest, parameterized
 
 from nvfp4_pallas import cache as kv_cache
 from nvfp4_pallas import format as nvfp4
-from nvfp4_pallas.kernels import encode_ptx, unpack_ptx
+from nvfp4_pallas.kernels import encode_ptx, search_ptx, unpack_ptx
 from nvfp4_pallas.kernels.ptx import Mem, Ptx
 from tests import kernel_cases as cases
 from tests import ptx_emulator
@@ -20,7 +20,7 @@ SCALES = np.arange(1, 0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype
 MAGNITUDES = (np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32)  # of bfloat16
 GLOBAL_SCALES = (*cases.GLOBAL_SCALES, 0.7, 1 / 3, 1.1e-5)
 
-encode_definition = jax.jit(nvfp4.encode)
+encode_definition = jax.jit(nvfp4.encode, static_argnames="scale_search")
 encode_rows = jax.jit(kv_cache.encode_rows)
 
 
@@ -72,12 +72,12 @@ def in_blocks(x) -> np.ndarray:
   return np.pad(x, (0, -len(x) % 16)).view(np.uint32).reshape(-1, 8)
 
 
-def encode_block(x, global_scale):
+def encode_block(x, global_scale, encode=encode_ptx.encode_block, units=0):
   def write(p, words, g):
-    codes, scale = encode_ptx.encode_block(p, words, p.as_f32(*g))
+    codes, scale = encode(p, words, p.as_f32(*g))
     return [*codes, scale]
 
-  out = run(write, (x.view(np.uint32), column(global_scale, len(x))), 3)
+  out = run(write, (x.view(np.uint32), column(global_scale, len(x))), 3, units)
   return out[:, :2].copy().view(np.uint8), out[:, 2]
 
 
@@ -162,6 +162,59 @@ class EncodeTest(TestCase):
       want = np.minimum(amax / (np.float32(6) * g), np.float32(448))
     want = want.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     np.testing.assert_array_equal(scale.reshape(amax.shape), want)
+
+
+class FourOverSixTest(TestCase):
+  def check(self, x, global_scale, units=0):
+    codes, scale = encode_block(x, global_scale, search_ptx.encode_block, units)
+    g = jnp.asarray(global_scale, jnp.float32)
+    want = encode_definition(jnp.asarray(x), g, scale_search="four_over_six")
+    np.testing.assert_array_equal(codes, want.codes)
+    np.testing.assert_array_equal(scale[:, None], cases.raw(want.block_scale))
+    return np.asarray(want.block_scale).ravel(), x
+
+  @parameterized.parameters(*GLOBAL_SCALES)
+  def test_hard_blocks(self, global_scale):
+    """Of all bit patterns too: subnormal, huge, infinite, NaN."""
+    x = cases.hard_blocks(np.random.default_rng(1), 2**12, global_scale, BFLOAT16)
+    self.check(x, global_scale)
+
+  def test_both_candidates_are_chosen(self):
+    x = np.random.default_rng(2).standard_normal((2**11, 16)).astype(BFLOAT16)
+    for units in (-1, 1):  # of the approximate reciprocal
+      scale, _ = self.check(x, 0.7, units)
+    six = cases.raw(encode_definition(jnp.asarray(x), jnp.float32(0.7)).block_scale).ravel()
+    share = np.mean(scale.view(np.uint8) != six)
+    self.assertBetween(share, 0.2, 0.8)
+
+  @parameterized.parameters(1.0, 0.3, 1 / 3, 2.0**-64, float.fromhex("0x1.fffffep0"))
+  def test_errors_that_are_equal_or_almost(self, global_scale):
+    """Blocks of few values, in units of the step: many whose errors tie, rounded or not."""
+    r = np.random.default_rng(3)
+    few = r.choice([0, 0.5, 1, 2, 3, 4, 4.5, 5, 6, 6.25, 6.5, 7, 8], (2**11, 16))
+    scale = r.choice(SCALES, (2**11, 1)) * np.float32(global_scale)
+    with np.errstate(over="ignore"):
+      x = (few * scale * r.choice((-1, 1), few.shape)).astype(BFLOAT16)
+    x[::2, 2:] = x[::2, :1]  # two values only
+    self.check(x, global_scale)
+
+  @parameterized.parameters(*GLOBAL_SCALES, float.fromhex("0x1.fffffep0"), float.fromhex("0x1p-1"))
+  def test_division(self, global_scale):
+    """Of numbers with 24 bits, about those whose quotients are nearly ties too."""
+    r = np.random.default_rng(4)
+    g = np.float32(global_scale)
+    x = r.integers(2**23, 2**24, 2**14).astype(np.float32)
+    ties = (np.arange(2**23, 2**24, 2**10) + 0.5) * (float(g) * 2.0 ** -np.frexp(g)[1])
+    x = np.concatenate([x, ties.astype(np.float32), -x[:100], np.zeros(28, np.float32)])
+    x = (x * (g * np.float32(2.0**-20))).reshape(-1, 4)
+
+    def write(p, x, g):
+      g = p.as_f32(*g)
+      inverse = search_ptx.inverse_of(p, g)
+      return [p.bits(search_ptx.divide(p, p.as_f32(each), g, inverse)) for each in x]
+
+    got = run(write, (x.view(np.uint32), column(g, len(x))), 4).view(np.float32)
+    np.testing.assert_array_equal(got, x / g)
 
 
 class Fp8Test(TestCase):

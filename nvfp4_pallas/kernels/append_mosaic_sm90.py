@@ -2,6 +2,7 @@
 
     nvfp4:  block_scale = e4m3(amax / (6 * global_scale))
             codes       = e2m1(|x| / (block_scale * global_scale)), with the sign of x
+            or both with 4 for 6, where scale_search is four_over_six and the error is less
     fp8:    data        = e4m3(x / global_scale)
     bf16:   data        = x
 
@@ -13,7 +14,8 @@ of more than 2^32 scale blocks, and where the kernel is interpreted, which inlin
 be, are left to plain Pallas: a program is one warpgroup and writes the row of one token, all heads,
 of K or of V. It reads the token's slot, leaves if there is none, and otherwise encodes one block of
 sixteen values a thread (common.py). A row's stores are a few plain vector stores with the strides
-of the pages; the 4 to 16 scale bytes of a head, too few for a TMA copy, are single bytes.
+of the pages; the 4 to 16 scale bytes of a head, too few for a TMA copy, are single bytes. It does
+not search scales: the definition's errors are quotients, and its compiler divides otherwise.
 
 Bytes moved per value: 2 (bfloat16 rows) read, and .5625 (nvfp4), 1 (fp8) or 2 (bf16) written.
 
@@ -57,13 +59,37 @@ def append(
   """
   if slots.shape[0] == 0:
     return cache
-  in_ptx = (
-    interpret is None
-    and k.dtype == v.dtype == jnp.bfloat16
-    and all(append_ptx.supports(page_rows(pool)) for pool in (cache.k, cache.v))
-  )
+  rows = tuple(page_rows(pool) for pool in (cache.k, cache.v))
+  in_ptx = _not_in_ptx(rows, (str(k.dtype), str(v.dtype)), interpret) is None
   run = _append_in_ptx if in_ptx else partial(_append_in_pallas, interpret=interpret)
   return run(cache, k, v, slots)
+
+
+def unsupported(request, interpret) -> str | None:
+  """Why the kernel cannot run a request (ops.append.AppendRequest), or None if it can."""
+  searches = set(request.scale_searches) - {"amax"}
+  pools = zip(request.formats, request.head_dims, strict=True)
+  rows = tuple(
+    append_ptx.Rows(format, request.num_kv_heads, dim, request.num_pages, request.page_size)
+    for format, dim in pools
+  )
+  why_not = _not_in_ptx(rows, request.dtypes, interpret)
+  if not searches or why_not is None:
+    return None
+  return f"only its PTX searches scales by {searches.pop()}, and {why_not}"
+
+
+def _not_in_ptx(
+  rows: tuple[append_ptx.Rows, ...], dtypes: tuple[str, ...], interpret
+) -> str | None:
+  """Why rows of these dtypes are left to plain Pallas, or None where they are not."""
+  if interpret is not None:
+    return "PTX cannot be interpreted"
+  if set(dtypes) != {"bfloat16"}:
+    return f"that takes rows of bfloat16, got {' and '.join(dtypes)}"
+  if not all(map(append_ptx.supports, rows)):
+    return "that counts up to 2^32 scale blocks of a pool"
+  return None
 
 
 def _append_in_ptx(cache, k, v, slots, *, tuning: append_ptx.Tuning = append_ptx.DEFAULT):
@@ -94,7 +120,12 @@ def _append_in_ptx(cache, k, v, slots, *, tuning: append_ptx.Tuning = append_ptx
 
 def page_rows(pool: kv_cache.PagePool) -> append_ptx.Rows:
   return append_ptx.Rows(
-    pool.format, pool.num_kv_heads, pool.head_dim, pool.num_pages, pool.page_size
+    pool.format,
+    pool.num_kv_heads,
+    pool.head_dim,
+    pool.num_pages,
+    pool.page_size,
+    pool.scale_search,
   )
 
 

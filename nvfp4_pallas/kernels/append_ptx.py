@@ -12,9 +12,10 @@ from __future__ import annotations
 import dataclasses
 
 from nvfp4_pallas import format as nvfp4
-from nvfp4_pallas.kernels import common, encode_ptx
+from nvfp4_pallas.kernels import common, encode_ptx, search_ptx
 from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
 
+_ENCODE = {"amax": encode_ptx.encode_block, "four_over_six": search_ptx.encode_block}
 THREADS = 128
 SIDE_BY_SIDE = 4
 BF16_BYTES = 2
@@ -25,13 +26,14 @@ MANY_PARTS = 2**18  # of K or of V: as many as an H200 has places for threads
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-  """Where the rows of K or V go. Numbers are those of the pool."""
+  """Where the rows of K or V go, and how they are rounded. As in the pool."""
 
   format: str
   num_heads: int
   head_dim: int
   num_pages: int
   page_size: int
+  scale_search: str = "amax"
 
   @property
   def part(self) -> int:
@@ -132,7 +134,8 @@ class _Writer:
       data = [encode_ptx.encode_fp8(p, *each) for each in zip(words, global_scales, strict=True)]
       self._store("data", data, 4, place, there)
       return
-    encoded = [encode_ptx.encode_block(p, *each) for each in zip(words, global_scales, strict=True)]
+    encode = _ENCODE[rows.scale_search]
+    encoded = [encode(p, *each) for each in zip(words, global_scales, strict=True)]
     self._store("data", [codes for codes, _ in encoded], 4, place, there)
     self._store("block_scale", [[scale] for _, scale in encoded], 1, place, there)
 

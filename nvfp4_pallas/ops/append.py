@@ -13,6 +13,7 @@ from nvfp4_pallas.batch import slot_mapping as batch_slots
 from nvfp4_pallas.cache import PagedKVCache, PagePool, encode_rows, pool_arrays, put, with_arrays
 from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
 from nvfp4_pallas.ops.checks import as_jax, check_cache, check_is_array, check_kv
+from nvfp4_pallas.ops.transforms import stored_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +23,11 @@ class AppendRequest:
   formats: tuple[str, str]
   head_dims: tuple[int, int]
   num_kv_heads: int
+  num_pages: int
   page_size: int
   num_tokens: int
   dtypes: tuple[str, str]
+  scale_searches: tuple[str, str]
 
 
 def append(
@@ -41,7 +44,7 @@ def append(
   Equivalent to, for each row t with slot s >= 0 inside the pool:
       cache[s // page_size, :, s % page_size] = encode(k[t], v[t])
   with the rounding of `format.encode` (nvfp4), saturating E4M3 of x / global_scale (fp8), or
-  round to nearest (bf16).
+  round to nearest (bf16). Where the cache has a rotation or a mean, rows are transformed first.
 
   Args:
     cache: donate it under jit, then no copy of it is made. Bytes that no slot names are returned
@@ -77,6 +80,7 @@ def append(
     )
   cache, k, v, slots = as_jax(cache, k, v, slot_mapping)
   debug.check_append(cache, batch, slots, k.shape[0])
+  k, v = stored_rows(cache, k, v)
   return resolve_append(append_request(cache, k, v), implementation).function(cache, k, v, slots)
 
 
@@ -85,9 +89,11 @@ def append_request(cache: PagedKVCache, k: jax.Array, v: jax.Array) -> AppendReq
     formats=cache.formats,
     head_dims=(cache.k.head_dim, cache.v.head_dim),
     num_kv_heads=cache.num_kv_heads,
+    num_pages=cache.num_pages,
     page_size=cache.page_size,
     num_tokens=k.shape[0],
     dtypes=(str(k.dtype), str(v.dtype)),
+    scale_searches=(cache.k.scale_search, cache.v.scale_search),
   )
 
 
@@ -117,4 +123,13 @@ def _append_mosaic_sm90(cache: PagedKVCache, k, v, slots) -> PagedKVCache:
   return kernel.append(cache, k, v, slots, interpret=current_target().interpret)
 
 
-_APPEND = {"mosaic_sm90": Entry(_append_mosaic_sm90), "xla": Entry(_append_xla)}
+def _mosaic_sm90_unsupported(request: AppendRequest) -> str | None:
+  from nvfp4_pallas.kernels import append_mosaic_sm90 as kernel
+
+  return kernel.unsupported(request, current_target().interpret)
+
+
+_APPEND = {
+  "mosaic_sm90": Entry(_append_mosaic_sm90, _mosaic_sm90_unsupported),
+  "xla": Entry(_append_xla),
+}

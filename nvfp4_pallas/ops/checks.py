@@ -58,6 +58,11 @@ def check_attention(
     raise ValueError(f"window must be at least 1 and at most 2^30, got {spec.window}")
   if spec.soft_cap is not None and not spec.soft_cap > 0:
     raise ValueError(f"soft_cap must be positive, got {spec.soft_cap}")
+  if spec.soft_cap is not None and cache.k.mean is not None:
+    raise ValueError(
+      "soft_cap must be None for a cache with k_mean: stored scores are shifted, and a cap is no "
+      f"longer the same after a shift, got {spec.soft_cap}"
+    )
   if not np.isfinite(spec.sm_scale):
     raise ValueError(f"sm_scale must be finite, got {spec.sm_scale}")
   if spec.q_levels not in Q_LEVELS:

@@ -12,6 +12,7 @@ from nvfp4_pallas import attention, debug
 from nvfp4_pallas.batch import RaggedBatch, check_one_token_each
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
+from nvfp4_pallas.ops import transforms
 from nvfp4_pallas.ops.checks import as_jax, check_attention
 from nvfp4_pallas.ops.merge import merge_splits
 from nvfp4_pallas.ops.request import AttentionRequest, attention_request, attention_spec
@@ -74,7 +75,8 @@ def decode(
   debug.check_attention(cache, batch, spec, q.shape[0], one_token_each=True)
   request = attention_request(q, cache, spec, num_splits=num_splits, max_pages=batch.max_pages)
   resolved = resolve_decode(request, implementation)
-  out, lse = resolved.function(q, cache, batch, spec, num_splits, batch_invariant, sinks)
+  options = num_splits, batch_invariant
+  out, lse = transforms.attend(resolved.function, q, cache, batch, spec, *options, sinks=sinks)
   return out.astype(q.dtype), lse
 
 
@@ -145,8 +147,7 @@ def _decode_split_kv(q, cache, batch, spec, num_splits, batch_invariant, sinks):
   from nvfp4_pallas.kernels import decode_mosaic_sm90 as kernel
 
   del num_splits  # none was given
-  # With sinks, what the kernel rounds is not the result yet.
-  out_dtype = q.dtype if sinks is None else jnp.float32
+  out_dtype = transforms.out_dtype(q, cache, sinks)
   state = kernel.decode(q, cache, batch, spec, batch_invariant=batch_invariant, out_dtype=out_dtype)
   return attention.add_sinks(state, sinks)
 

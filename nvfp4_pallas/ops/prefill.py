@@ -14,6 +14,7 @@ from nvfp4_pallas import attention, debug
 from nvfp4_pallas.batch import RaggedBatch, check_batch, token_places
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
+from nvfp4_pallas.ops import transforms
 from nvfp4_pallas.ops.checks import as_jax, check_attention, check_kv
 from nvfp4_pallas.ops.request import (
   AttentionRequest,
@@ -119,7 +120,9 @@ def prefill(
     max_workspace_bytes=max_workspace_bytes,
   )
   resolved = resolve_prefill(request, implementation)
-  out, lse = resolved.function(q, cache, batch, spec, new_kv, sinks)
+  if new_kv is not None:
+    new_kv = transforms.stored_rows(cache, *new_kv)
+  out, lse = transforms.attend(resolved.function, q, cache, batch, spec, new_kv, sinks=sinks)
   return out.astype(q.dtype), lse
 
 
@@ -278,8 +281,7 @@ def _prefill_whole(q, cache, batch, spec, new_kv, sinks, *, ahead):
 
 
 def _with_sinks(run, q, cache, batch, spec, sinks):
-  # With sinks, what the kernel rounds is not the result yet.
-  state = run(q, cache, batch, spec, out_dtype=q.dtype if sinks is None else jnp.float32)
+  state = run(q, cache, batch, spec, out_dtype=transforms.out_dtype(q, cache, sinks))
   return attention.add_sinks(state, sinks)
 
 

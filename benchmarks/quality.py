@@ -1,0 +1,99 @@
+"""`python3 -m benchmarks quality`: what each cache format costs in accuracy, and gates on it.
+
+Levels: `format` packs values, `attention` runs one layer through a cache and the operations on
+patterns and on captured activations, `model` a whole language model. Prints a table for each, then
+every gate with its value; the exit status is 1 if one fails. A quantised Q that costs more than 2 %
+is marked `fails`. --committed shows the rows of benchmarks/results/quality.jsonl instead; those of
+other sources than these are STALE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+
+from benchmarks import quality_configs, quality_rows, quality_table
+from benchmarks.progress import Progress
+from benchmarks.quality_gates import Verdict, judge
+from benchmarks.quality_rows import LEVELS, QualityRow
+
+
+def main(argv: list[str]) -> int:
+  parser = argparse.ArgumentParser(prog="python3 -m benchmarks quality", description=__doc__)
+  parser.add_argument(
+    "--levels", nargs="+", choices=LEVELS, default=["format", "attention"], metavar="LEVEL"
+  )
+  parser.add_argument("--smoke", action="store_true", help="small sizes, about half a minute")
+  parser.add_argument("--implementation", help="who runs the operations; default: the device's")
+  parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/quality.jsonl"))
+  parser.add_argument("--plot", type=pathlib.Path, metavar="DIR", help="also draw pictures there")
+  parser.add_argument("--committed", action="store_true", help="measure nothing, show what is kept")
+  options = parser.parse_args(argv)
+  if options.committed:
+    rows = quality_rows.read(quality_rows.COMMITTED) if quality_rows.COMMITTED.exists() else []
+    if not rows:
+      print("no rows are committed: `python3 -m benchmarks quality --out FILE` makes them")
+      return 1
+    status = report(rows, [level for level in LEVELS if any(r.level == level for r in rows)])
+  else:
+    rows = measure(options.levels, options.smoke, options.implementation)
+    quality_rows.write(rows, options.out)
+    status = report(rows, options.levels, smoke=options.smoke)
+    print(f"\nRows: {options.out}")
+  if options.plot:
+    from benchmarks import quality_plot
+
+    try:
+      drawn = quality_plot.draw(rows, options.plot)
+    except ImportError as error:
+      parser.error(f"--plot needs matplotlib, which the extra `reports` installs: {error}")
+    print("Drawn: " + ", ".join(map(str, drawn)))
+  return status
+
+
+def measure(levels: list[str], smoke: bool, implementation: str | None) -> list[QualityRow]:
+  rows = []
+  if "format" in levels:
+    from benchmarks import quality_format, quality_data
+
+    quantisers = quality_format.QUANTISERS
+    rows += quality_format.measure(
+      quantisers,
+      rows=quality_format.SMOKE_ROWS if smoke else quality_format.ROWS,
+      implementation=implementation,
+      progress=Progress(len(quantisers) * len(quality_data.DISTRIBUTIONS)),
+    )
+  if "attention" in levels:
+    from benchmarks import quality_attention
+
+    cases = quality_attention.SMOKE if smoke else quality_attention.FULL
+    progress = Progress(quality_attention.steps(cases))
+    rows += quality_attention.measure(cases, implementation, progress)
+  if "model" in levels:
+    from benchmarks import quality_model
+
+    rows += quality_model.measure(
+      quality_configs.CONFIGS, smoke=smoke, implementation=implementation, progress=Progress
+    )
+  return rows
+
+
+def report(rows: list[QualityRow], levels: list[str], *, smoke: bool = False) -> int:
+  """Prints tables and gates; 0, or 1 where a gate fails."""
+  for level in levels:
+    print("\n".join([f"== {level}", *quality_table.of_rows(rows, level), ""]))
+  current = [row for row in rows if not row.stale]
+  if len(current) < len(rows):
+    print(f"{len(rows) - len(current)} of {len(rows)} rows are stale; gates judge the others\n")
+  verdicts = verdicts_of(current, levels, smoke=smoke)
+  print("\n".join(quality_table.of_verdicts(verdicts)))
+  failed = [verdict.gate.name for verdict in verdicts if verdict.passed is False]
+  if failed:
+    print(f"FAILED: {'; '.join(failed)}")
+  return 1 if failed else 0
+
+
+def verdicts_of(rows: list[QualityRow], levels: list[str], *, smoke: bool) -> list[Verdict]:
+  # A kernel's rows say by themselves how they compare with the definition.
+  implementations = {"xla"} | {row.implementation for row in rows if row.level == "attention"}
+  return judge(rows, levels, smoke=smoke, implementations=implementations)

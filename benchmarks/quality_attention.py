@@ -1,0 +1,344 @@
+"""Level `attention`: one layer through a cache and the operations, against float64 and wide inputs.
+
+For each config and case: the keys are appended, the operation runs, and its output and lse are
+compared with exact attention over what went in. What the config does to Q, to K and to V is also
+shown alone, from the numbers the cache holds, with the other two exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import nvfp4_pallas as nv
+from benchmarks import quality_configs as configs
+from benchmarks import quality_data, quality_stored
+from benchmarks.progress import Progress
+from benchmarks.quality_configs import QualityConfig, bits_per_value, make_cache
+from benchmarks.quality_data import Inputs
+from benchmarks.quality_metrics import Number, State, attend, kl, mean, of_output, of_probabilities
+from benchmarks.quality_rows import QualityRow
+from nvfp4_pallas.ops import decode as decode_op
+from nvfp4_pallas.ops import prefill as prefill_op
+from nvfp4_pallas.ops.request import attention_request, attention_spec
+
+HEADS_PER_SEQUENCE = 16  # of decode: queries that share one sequence of a pattern
+PARTS = {
+  "q only": (True, False, False),
+  "k only": (False, True, False),
+  "v only": (False, False, True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """Inputs by name, so that they are made when their turn comes, and the configs to try on them.
+
+  `data` is a pattern, or `captured`.
+  """
+
+  data: str
+  context: int
+  configs: tuple[QualityConfig, ...]
+  head_dim: int = 128
+  causal: bool = False
+
+  def inputs(self) -> list[Inputs]:
+    if self.data == "captured":
+      return quality_data.captured()
+    return [quality_data.pattern(self.data, self.context, self.head_dim, causal=self.causal)]
+
+
+_BY_NAME = configs.BY_NAME
+_named = lambda *names: tuple(_BY_NAME[name] for name in names)
+_FEW = _named("fp8", "nvfp4", "nvfp4, Q x2", "nvfp4, Q x1", "nvfp4 hadK 4/6")
+_MANY = _named(
+  *("bf16", "fp8", "fp8/nvfp4", "nvfp4", "nvfp4 4/6", "nvfp4 mean", "nvfp4 hadK 4/6"),
+  *("nvfp4 mean hadK 4/6", "nvfp4, Q x2", "nvfp4, Q x1", "fp8 w64", "nvfp4 w64"),
+  "nvfp4 hadK 4/6 w64",
+)
+_LONG = _named("fp8", "nvfp4", "nvfp4 hadK 4/6")
+_LONGEST = 131072
+
+FULL = (
+  *(Case(p, n, configs.CONFIGS) for n in (1024, 8192) for p in quality_data.PATTERNS),
+  *(Case(p, 32768, _MANY) for p in quality_data.PATTERNS),
+  *(Case(p, _LONGEST, _LONG) for p in ("gauss", "peaky")),
+  *(Case("gauss", 8192, _FEW, head_dim=d) for d in (64, 256)),
+  Case("gauss", 1024, _FEW, causal=True),
+  Case("captured", 256, configs.CONFIGS),
+)
+_GATED = _named(
+  *("bf16", "fp8", "nvfp4", "nvfp4, Q x2", "nvfp4, Q x1", "nvfp4 hadK 4/6"),
+  "nvfp4 hadK 4/6, Q x1",
+)
+SMOKE = (
+  Case("gauss", 1024, _GATED),
+  Case("gauss", 1024, _named("nvfp4"), causal=True),
+  Case("captured", 256, _GATED[1:]),
+)
+
+
+def measure(
+  cases: tuple[Case, ...], implementation: str | None = None, progress: Progress | None = None
+) -> list[QualityRow]:
+  """Rows of all configs of all cases."""
+  rows = []
+  for case in cases:
+    all_inputs = case.inputs()
+    for inputs in all_inputs:
+      exact = _exact(inputs)
+      for config in case.configs:
+        if progress is not None:
+          progress.step(f"{inputs.name}, {case.context} keys of {case.head_dim}, {config.name}")
+        rows += of_config(config, inputs, exact, implementation)
+  return rows
+
+
+def steps(cases: tuple[Case, ...]) -> int:
+  """Of measure's progress."""
+  layers = len(quality_data.captured())
+  return sum(len(c.configs) * (layers if c.data == "captured" else 1) for c in cases)
+
+
+def of_config(
+  config: QualityConfig, inputs: Inputs, exact: list[State], implementation: str | None = None
+) -> list[QualityRow]:
+  """All metrics of one config on one piece of data; with a kernel, also its share of the error."""
+  run = _operation(config, inputs)
+  out, lse, who, stored = run(config, inputs, implementation)
+  numbers = dict(of_output(_together(exact), _judged(inputs, out), _judged(inputs, lse)))
+  if stored is not None:
+    numbers |= _of_scores(config, inputs, exact, stored)
+  if who != "xla":
+    numbers["rel_l2_over_xla"] = _over_definition(config, inputs, exact, numbers["rel_l2"])
+  tokens, _, head_dim = inputs.k.shape
+  return [
+    QualityRow(
+      level="attention",
+      config=config,
+      operation="prefill" if run is _by_prefill else "decode",
+      data=inputs.name,
+      context=tokens,
+      head_dim=head_dim,
+      metric=metric,
+      bits_per_value=bits_per_value(config, tokens),
+      implementation=who,
+      **dataclasses.asdict(number),
+    )
+    for metric, number in numbers.items()
+  ]
+
+
+def _over_definition(config, inputs, exact, by_kernel: Number) -> Number:
+  """A kernel's error against wide inputs over the definition's."""
+  out, _, _, _ = _operation(config, inputs)(config, inputs, "xla")
+  out = _judged(inputs, out)
+  by_definition = of_output(_together(exact), out, np.zeros(len(out)))["rel_l2"]
+  return Number(by_kernel.value / by_definition.value)
+
+
+def _operation(config: QualityConfig, inputs: Inputs):
+  if not inputs.causal:
+    return _by_decode
+  # What is wide for one row of a text is not for a later one: it must be fed as it is generated.
+  return _by_decode_of_a_text if config.recent_window else _by_prefill
+
+
+# Each of these: (config, inputs, implementation) -> (out [rows, num_q_heads, head_dim],
+# lse [rows, num_q_heads], who ran it, what the cache holds or None where that changes by row).
+
+
+def _by_decode(config, inputs: Inputs, implementation):
+  """Rows as query heads of sequences that share all their pages."""
+  rows, _, head_dim = inputs.q.shape
+  sequences = rows // HEADS_PER_SEQUENCE
+  cache, pages = _filled(config, inputs, sequences)
+  if config.recent_window:
+    first = jnp.zeros((sequences - 1,), jnp.int32)
+    cache = copy_rings(cache, first, jnp.arange(1, sequences, dtype=jnp.int32))
+  q = jnp.asarray(inputs.q.reshape(sequences, HEADS_PER_SEQUENCE, head_dim))
+  batch = nv.RaggedBatch.for_decode(
+    jnp.broadcast_to(pages, (sequences, pages.shape[1])),
+    jnp.full((sequences,), len(inputs.k), jnp.int32),
+  )
+  out, lse = _decode(config.read_path, config.q_levels, implementation)(q, cache, batch)
+  who = _who(decode_op.resolve_decode, q, cache, config, batch, implementation, causal=True)
+  stored = quality_stored.read(cache, np.asarray(pages)[0], len(inputs.k), config)
+  return np.asarray(out).reshape(rows, 1, head_dim), np.asarray(lse).reshape(rows, 1), who, stored
+
+
+def _by_prefill(config, inputs: Inputs, implementation):
+  """Rows as one step of one sequence, whose keys are all in the cache, its own too."""
+  cache, pages = _filled(config, inputs, 1)
+  q = jnp.asarray(inputs.q)
+  batch = _one_sequence(pages, len(inputs.k), len(q))
+  out, lse = _prefill(config.read_path, config.q_levels, implementation)(q, cache, batch)
+  who = _who(prefill_op.resolve_prefill, q, cache, config, batch, implementation, causal=True)
+  stored = quality_stored.read(cache, np.asarray(pages)[0], len(inputs.k), config)
+  return np.asarray(out), np.asarray(lse), who, stored
+
+
+def _by_decode_of_a_text(config, inputs: Inputs, implementation):
+  """Token by token: each is appended and then attends to all so far."""
+  cache, pages = _empty(config, inputs, 1)
+  arrays = [jnp.asarray(x) for x in (inputs.q, inputs.k, inputs.v)]
+  run = _text(config.read_path, config.q_levels, implementation)
+  out, lse = run(cache, pages, *arrays)
+  batch = nv.RaggedBatch.for_decode(pages, jnp.ones((1,), jnp.int32))
+  q = arrays[0][:1]
+  who = _who(decode_op.resolve_decode, q, cache, config, batch, implementation, causal=True)
+  return np.asarray(out), np.asarray(lse), who, None
+
+
+@functools.cache
+def _decode(read_path: str, q_levels: int, implementation: str | None):
+  return jax.jit(
+    functools.partial(
+      nv.decode, read_path=read_path, q_levels=q_levels, implementation=implementation
+    )
+  )
+
+
+@functools.cache
+def _prefill(read_path: str, q_levels: int, implementation: str | None):
+  return jax.jit(
+    functools.partial(
+      nv.prefill, read_path=read_path, q_levels=q_levels, implementation=implementation
+    )
+  )
+
+
+@functools.cache
+def _text(read_path: str, q_levels: int, implementation: str | None):
+  decode = functools.partial(
+    nv.decode, read_path=read_path, q_levels=q_levels, implementation=implementation
+  )
+
+  def run(cache, pages, q, k, v):
+    def step(cache, token):
+      position, q, k, v = token
+      batch = nv.RaggedBatch.for_decode(pages, position[None] + 1)
+      cache = nv.append(cache, k[None], v[None], batch, implementation=implementation)
+      out, lse = decode(q[None], cache, batch)
+      return cache, (out[0], lse[0])
+
+    return lax.scan(step, cache, (jnp.arange(len(q), dtype=jnp.int32), q, k, v))[1]
+
+  return jax.jit(run)
+
+
+_append = jax.jit(nv.append, static_argnames="implementation", donate_argnums=0)
+
+
+def _empty(config: QualityConfig, inputs: Inputs, num_rings: int):
+  """A cache for the inputs, and a page table [1, pages] in random order."""
+  tokens, heads, head_dim = inputs.k.shape
+  pages = -(-tokens // config.page_size)
+  cache = make_cache(
+    config,
+    num_pages=pages,
+    num_kv_heads=heads,
+    head_dim=head_dim,
+    num_rings=num_rings,
+    k_mean=jnp.asarray(inputs.k_mean) if config.k_mean else None,
+  )
+  order = np.random.default_rng(0).permutation(pages)
+  return cache, jnp.asarray(order, jnp.int32)[None]
+
+
+def _filled(config: QualityConfig, inputs: Inputs, num_rings: int):
+  cache, pages = _empty(config, inputs, num_rings)
+  tokens = len(inputs.k)
+  batch = _one_sequence(pages, tokens, tokens)
+  return _append(cache, jnp.asarray(inputs.k), jnp.asarray(inputs.v), batch), pages
+
+
+def _one_sequence(pages: jax.Array, tokens: int, rows: int) -> nv.RaggedBatch:
+  return nv.RaggedBatch(pages, jnp.asarray([tokens], jnp.int32), jnp.asarray([0, rows], jnp.int32))
+
+
+def _who(resolve, q, cache, config: QualityConfig, batch, implementation, *, causal) -> str:
+  """The implementation that runs a request."""
+  spec = attention_spec(
+    q,
+    config.read_path,
+    causal=causal,
+    sm_scale=None,
+    window=None,
+    soft_cap=None,
+    q_levels=config.q_levels,
+  )
+  request = attention_request(q, cache, spec, num_seqs=batch.num_seqs, max_pages=batch.max_pages)
+  return resolve(request, implementation).implementation
+
+
+# Exact attention, a State for each query head; the rows that are judged only.
+
+
+def _exact(inputs: Inputs) -> list[State]:
+  return [
+    attend(_masked(inputs, scores(quantised_q=False, quantised_k=False)), v)
+    for scores, v, _ in _heads(configs.BF16, inputs, None)
+  ]
+
+
+def _heads(config: QualityConfig, inputs: Inputs, stored):
+  """Of each query head its Scores, its exact V and its stored V."""
+  group = inputs.q.shape[1] // inputs.k.shape[1]
+  for head in range(inputs.q.shape[1]):
+    kv_head = head // group
+    scores = quality_stored.Scores(
+      config,
+      inputs.q[inputs.first_judged :, head],
+      inputs.k[:, kv_head],
+      inputs.k_mean[kv_head],
+      None if stored is None else stored.k[:, kv_head],
+      len(inputs.k) if stored is None else stored.start,
+    )
+    v = inputs.v[:, kv_head].astype(np.float64)
+    yield scores, v, None if stored is None else stored.v[:, kv_head]
+
+
+def _masked(inputs: Inputs, scores: np.ndarray) -> np.ndarray:
+  if not inputs.causal:
+    return scores
+  rows, tokens = scores.shape
+  seen = np.arange(tokens)[None] <= (tokens - rows + np.arange(rows))[:, None]
+  return np.where(seen, scores, -np.inf)
+
+
+def _judged(inputs: Inputs, x: np.ndarray) -> np.ndarray:
+  """[rows, heads, ...] -> the judged rows of all heads, heads one after the other."""
+  return np.concatenate([x[inputs.first_judged :, h] for h in range(x.shape[1])])
+
+
+def _together(states: list[State]) -> State:
+  join = lambda field: np.concatenate([getattr(state, field) for state in states])
+  return State(join("scores"), join("lse"), join("out"))
+
+
+def _of_scores(config, inputs: Inputs, exact: list[State], stored) -> dict[str, Number]:
+  """Metrics of the probabilities, and rel_l2 and KL with only one of Q, K and V as stored."""
+  whole, parts = [], {part: [] for part in PARTS}
+  for (scores, v, stored_v), state in zip(_heads(config, inputs, stored), exact, strict=True):
+    both = _masked(inputs, scores(quantised_q=True, quantised_k=True))
+    whole.append(attend(both, stored_v))
+    for part, (q, k, of_v) in PARTS.items():
+      if of_v:
+        parts[part].append(dataclasses.replace(state, out=np.exp(state.log_p) @ stored_v))
+      else:
+        parts[part].append(attend(_masked(inputs, scores(quantised_q=q, quantised_k=k)), v))
+  reference = _together(exact)
+  numbers = of_probabilities(reference, _together(whole))
+  for part, states in parts.items():
+    state = _together(states)
+    numbers[f"rel_l2, {part}"] = of_output(reference, state.out, state.lse)["rel_l2"]
+    if part != "v only":
+      numbers[f"kl, {part}"] = mean(kl(reference, state))
+  return numbers
