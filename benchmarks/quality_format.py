@@ -85,9 +85,7 @@ def pack_and_unpack(config: QualityConfig, x: np.ndarray, implementation: str | 
     pool = nv_cache.PagePool(jnp.zeros(()), None, jnp.asarray(scale)[None], "fp8")
     return np.asarray(_through_fp8(pool, turned[:, None]))[:, 0], "xla", 8.0
   levels, search = config.q_levels, config.scale_search
-  packed = _PACK(
-    turned, scale, levels=levels, scale_search=search, implementation=implementation
-  )
+  packed = _PACK(turned, scale, levels=levels, scale_search=search, implementation=implementation)
   back = _UNPACK(packed, jnp.float32, implementation=implementation)
   request = pack_op.PackRequest(turned.shape, "float32", levels, search, False)
   who = pack_op.resolve_pack(request, implementation).implementation

@@ -15,15 +15,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
 
 from benchmarks import llama_files, quality_decode, quality_recall, quality_texts
+from benchmarks.progress import Progress
 from benchmarks.quality_compare import Compared, compare, mean_of_rows
-from benchmarks.quality_configs import BF16, BY_NAME, QualityConfig, bits_per_value
+from benchmarks.quality_configs import BF16, QualityConfig, bits_per_value
 from benchmarks.quality_metrics import Number
 from benchmarks.quality_rows import QualityRow
 from benchmarks.quality_serving import Server, k_means
@@ -31,10 +31,6 @@ from benchmarks.quality_serving import Server, k_means
 # The first rows of a window see hardly any keys, and all of them are recent.
 FIRST_ROW = 64
 Chunks = tuple[int, str]  # length and `newest` of quality_serving
-
-
-class Steps(Protocol):
-  def step(self, what: str) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,17 +62,22 @@ class Plan:
     return sum(count for _, count in self.windows)
 
 
+# Without a window its length changes nothing. With one, the shorter a step, the more exactly each
+# of its tokens has the window that decoding gives it; and kernels for a window want all tokens of
+# a step, of 8 sequences, to fit into one of 64.
+STORED = (8, "stored")
+
 SMOKE = Plan(
   context=256,
   windows=(("docs", 1),),
   chunks=((64, "wide"), (64, "stored")),
-  recall_lengths=(192,),
+  recall_lengths=(256,),
   recall_chunks=((64, "stored"),),
   recall_prompts=1,
-  prompt=64,
+  prompt=128,
   generated=8,
 )
-SMOKE_CONFIGS = tuple(BY_NAME[name] for name in ("bf16", "fp8", "nvfp4", "nvfp4 w64"))
+SMOKE_CONFIGS = ("fp8", "nvfp4", "nvfp4 w64")
 
 
 def full_plan(context: int = 8192) -> Plan:
@@ -86,9 +87,9 @@ def full_plan(context: int = 8192) -> Plan:
   return Plan(
     context=context,
     windows=(("docs", 4), ("code", 2), ("reasoning", 2)),
-    chunks=((min(2048, context // 4), "wide"), (64, "wide"), (16, "wide"), (16, "stored")),
+    chunks=((min(2048, context // 4), "wide"), (64, "wide"), (16, "wide"), STORED),
     recall_lengths=tuple(n for n in (1024, 4096, 8192) if n <= context),
-    recall_chunks=((64, "wide"), (16, "stored")),
+    recall_chunks=((64, "wide"), STORED),
     recall_prompts=8,
     prompt=min(1024, context // 2),
     generated=256,
@@ -103,46 +104,37 @@ def load(path: pathlib.Path | None = None) -> tuple[llama_files.Source, quality_
   return source, quality_texts.read(source.folder / quality_texts.FILE)
 
 
-def num_steps(configs: Sequence[QualityConfig]) -> int:
-  """How often `measure` calls progress.step."""
-  return len(_others(configs)) + 2
-
-
 def measure(
-  configs: Sequence[QualityConfig] | None = None,
+  configs: Sequence[QualityConfig],
   *,
   smoke: bool,
-  implementation: str,
-  progress: Steps,
+  implementation: str | None,
+  progress: Callable[[int], Progress],
   model: pathlib.Path | None = None,
   context: int = 8192,
 ) -> list[QualityRow]:
   """Rows of each config, and of BF16, which is always measured.
 
   Args:
-    configs: what to measure; SMOKE_CONFIGS or all that need no calibration of scales.
-    smoke: SMOKE in place of full_plan(context): about a minute on two cores.
-    implementation: who runs append, prefill and decode: `xla` or a device's.
-    progress: gets a line before each config.
+    configs: what to measure.
+    smoke: SMOKE in place of full_plan(context), of those configs that are in SMOKE_CONFIGS.
+    implementation: who runs append, prefill and decode; None: the kernels of the device where they
+      can. Every row names who ran its attention.
+    progress: gets the number of its steps.
     model: as in llama_files.load.
     context: tokens of a window, for the whole measurement.
   """
-  if configs is None:
-    configs = SMOKE_CONFIGS if smoke else tuple(BY_NAME.values())
-  plan = SMOKE if smoke else full_plan(context)
-  progress.step("the model and its texts")
+  configs = [c for c in configs if c != BF16 and (not smoke or c.name in SMOKE_CONFIGS)]
+  steps = progress(2 + len(configs))
+  steps.step("the model and its texts")
   source, material = load(model)
-  run = Run(source, material, plan, implementation)
-  progress.step(f"{source.name}, {BF16.name}")
+  steps.step(f"{source.name}, {BF16.name}")
+  run = Run(source, material, SMOKE if smoke else full_plan(context), implementation)
   rows = list(run.reference_rows())
-  for config in _others(configs):
-    progress.step(f"{source.name}, {config.name}")
+  for config in configs:
+    steps.step(f"{source.name}, {config.name}")
     rows += run.rows(config)
   return rows
-
-
-def _others(configs: Sequence[QualityConfig]) -> list[QualityConfig]:
-  return [config for config in configs if config != BF16]
 
 
 class Run:
@@ -188,50 +180,51 @@ class Run:
 
   def reference_rows(self) -> Iterator[QualityRow]:
     """BF16's own: likelihoods and recall, and KL of each chunk length to the first: the floor."""
-    first, *others = self.plan.chunks
+    server, first = self.server(BF16), self.plan.chunks[0]
     for chunks in self.plan.chunks:
-      yield from self._text_rows(
-        BF16, chunks, self._compare(self.hidden[first], self.hidden[chunks])
-      )
-    yield from self._recall_rows(self.server(BF16))
+      compared = self._compare(self.hidden[first], self.hidden[chunks])
+      yield from self._text_rows(server, chunks, compared)
+    yield from self._recall_rows(server)
 
   def rows(self, config: QualityConfig) -> Iterator[QualityRow]:
     server, plan = self.server(config), self.plan
     for chunks in plan.chunks:
       compared = self._compare(self.hidden[chunks], self._read(server, chunks))
-      yield from self._text_rows(config, chunks, compared)
+      yield from self._text_rows(server, chunks, compared)
     yield from self._recall_rows(server)
     prompts = self.windows[:, : plan.prompt]
     numbers = quality_decode.measure(server, prompts, plan.prompt_chunk, self.generated)
     for (how, metric), number in numbers.items():
-      yield self._row(config, f"decode {how}", "all", plan.prompt + plan.generated, metric, number)
+      row = self._row(server, (1, "stored"), "all", plan.prompt + plan.generated, metric, number)
+      yield dataclasses.replace(row, operation=f"decode {how}")
 
-  def _text_rows(self, config, chunks: Chunks, compared: Compared) -> Iterator[QualityRow]:
+  def _text_rows(self, server, chunks: Chunks, compared: Compared) -> Iterator[QualityRow]:
     first = 0
     for text, count in self.plan.windows:
       mine = Compared(*(a[first : first + count] for a in compared))
       first += count
       for metric, number in of_text(mine).items():
-        yield self._row(config, _prefill(chunks), text, self.plan.context, metric, number)
+        yield self._row(server, chunks, text, self.plan.context, metric, number)
 
   def _recall_rows(self, server: Server) -> Iterator[QualityRow]:
     for chunks in self.plan.recall_chunks:
       for length, recall in self.recall.items():
         for (kind, metric), number in quality_recall.measure(server, recall, *chunks).items():
-          yield self._row(server.config, _prefill(chunks), kind, length, metric, number)
+          yield self._row(server, chunks, kind, length, metric, number)
 
-  def _row(self, config, operation, data, context, metric, number: Number) -> QualityRow:
+  def _row(self, server, chunks: Chunks, data, context, metric, number: Number) -> QualityRow:
+    length, newest = chunks
     return QualityRow(
       level="model",
-      config=config,
-      operation=operation,
+      config=server.config,
+      operation=f"prefill {length} {newest}",
       data=f"{self.source.name}, {data}",
       context=context,
       head_dim=self.model.config.head_dim,
       metric=metric,
       **dataclasses.asdict(number),
-      bits_per_value=bits_per_value(config, context),
-      implementation=self.implementation,
+      bits_per_value=bits_per_value(server.config, context),
+      implementation=server.who(*chunks),
     )
 
 
@@ -249,11 +242,6 @@ def of_text(compared: Compared) -> dict[str, Number]:
 
 def _exp(x: float | None) -> float | None:
   return None if x is None else math.exp(x)
-
-
-def _prefill(chunks: Chunks) -> str:
-  length, newest = chunks
-  return f"prefill {length} {newest}"
 
 
 def _first(recall: quality_texts.Recall, prompts: int) -> quality_texts.Recall:

@@ -21,6 +21,10 @@ import numpy as np
 import nvfp4_pallas as nv
 from benchmarks import llama
 from benchmarks.quality_configs import QualityConfig, make_cache
+from nvfp4_pallas.ops import decode as decode_op
+from nvfp4_pallas.ops import prefill as prefill_op
+from nvfp4_pallas.ops.request import attention_request
+from nvfp4_pallas.read_paths import AttentionSpec
 
 NEWEST = ("wide", "stored")
 
@@ -32,7 +36,7 @@ class Step:
   read_path: str
   q_levels: int
   newest: str
-  implementation: str
+  implementation: str | None
 
 
 @functools.partial(jax.jit, static_argnames="step", donate_argnames="cache")
@@ -107,6 +111,7 @@ class Server:
   """A model, a config, and room for `num_seqs` sequences of `context` tokens.
 
   Attributes:
+    implementation: who runs the operations; None: dispatch's choice, which `who` says.
     k_means: float32 [layers, kv_heads, head_dim], for configs that take off a mean of K.
     cache: of all layers; replaced by every step.
   """
@@ -115,7 +120,7 @@ class Server:
   config: QualityConfig
   num_seqs: int
   context: int
-  implementation: str
+  implementation: str | None
   k_means: jax.Array | None = None
 
   def __post_init__(self):
@@ -154,6 +159,22 @@ class Server:
     """tokens [num_seqs, n] in chunks, after what there is: hidden states [num_seqs, n, hidden]."""
     starts = range(0, tokens.shape[1], chunk)
     return jnp.concatenate([self.advance(tokens[:, s : s + chunk], newest) for s in starts], axis=1)
+
+  def who(self, n: int, newest: str) -> str:
+    """The implementation of the attention of a step of n tokens."""
+    config = self.config
+    q_shape = (self.num_seqs * n, self.model.config.num_q_heads, self.model.config.head_dim)
+    request = attention_request(
+      jax.ShapeDtypeStruct(q_shape, jnp.bfloat16),
+      jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self.cache),
+      AttentionSpec(config.read_path, causal=True, sm_scale=1.0, q_levels=config.q_levels),
+      new_kv=newest == "wide",
+      num_seqs=self.num_seqs,
+      max_pages=self.page_table.shape[1],
+    )
+    by_decode = newest == "stored" and n == 1
+    resolve = decode_op.resolve_decode if by_decode else prefill_op.resolve_prefill
+    return resolve(request, self.implementation).implementation
 
 
 def k_means(model: llama.Model, tokens: np.ndarray) -> jax.Array:

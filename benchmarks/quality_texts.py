@@ -21,7 +21,7 @@ TEXTS = ("docs", "code", "reasoning")
 CODE_FILES = ("argparse.py", "statistics.py", "tarfile.py", "typing.py")
 TOKENS_OF_TEXT = 40_000  # of each text, more than four windows of 8K
 CALIBRATION_TOKENS = 512  # the end of the documentation, which no window reaches
-RECALL_LENGTHS = (192, 1024, 4096, 8192)
+RECALL_LENGTHS = (256, 1024, 4096, 8192)
 DEPTHS = (0.1, 0.35, 0.6, 0.85)
 KINDS = ("passkey", "key-value")
 FILE = "tokens.npz"
@@ -64,10 +64,10 @@ class Material:
     return self.texts["docs"][-CALIBRATION_TOKENS:]
 
 
-def make(encode: Encode) -> Material:
+def make(encode: Encode, recall_lengths: tuple[int, ...] = RECALL_LENGTHS) -> Material:
   """All of it, by a tokenizer."""
   texts = {name: _text(name, encode) for name in TEXTS}
-  return Material(texts, {length: recall_prompts(encode, length) for length in RECALL_LENGTHS})
+  return Material(texts, {length: recall_prompts(encode, length) for length in recall_lengths})
 
 
 def _text(name: str, encode: Encode) -> np.ndarray:
