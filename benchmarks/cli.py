@@ -8,6 +8,7 @@ python3 -m benchmarks plan       how many pages, tokens and sequences fit on a d
 python3 -m benchmarks results    the committed measurements, and which of them are stale
 python3 -m benchmarks paths      when each read path pays, from the committed rows of the sweep
 python3 -m benchmarks costs      a table of measured costs, from which policy.py chooses read paths
+python3 -m benchmarks quality    what each cache format costs in accuracy, and gates on it
 python3 -m benchmarks rates      cycles of the instructions that kernels are made of, on a GPU
 """
 
@@ -63,6 +64,12 @@ def _paths(argv):
   return paths.main(argv)
 
 
+def _quality(argv):
+  from benchmarks import quality
+
+  return quality.main(argv)
+
+
 def _costs(argv):
   from benchmarks import costs
 
@@ -77,6 +84,7 @@ _COMMANDS = {
   "results": _results,
   "paths": _paths,
   "costs": _costs,
+  "quality": _quality,
   "rates": _rates,
 }
 

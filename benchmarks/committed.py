@@ -1,9 +1,10 @@
-"""`python3 -m benchmarks results`: the committed rows of benchmarks/results, as a table.
+"""`python3 -m benchmarks results`: the committed timings of benchmarks/results, as a table.
 
 Rows of other kernel sources than those here are stale: they are counted, and shown with --stale,
 marked. Ratios compare with rows of the same shape and the same run. `g` is the global scale of what
 is appended or packed, `emu.` marks A4Q without FP4 tensor cores; --split shows what each kernel of
-a call costs. Rows of the sweep stand in a table of their own: `python3 -m benchmarks paths`.
+a call costs. Rows of the sweep stand in a table of their own: `python3 -m benchmarks paths`, and
+so does accuracy: `python3 -m benchmarks quality --committed`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from benchmarks.records import read
 from benchmarks.sources import ROOT, kernel_hash
 
 RESULTS = ROOT / "benchmarks" / "results"
+QUALITY = "quality.jsonl"  # rows of another kind, see quality_rows.py
 
 
 def main(argv: list[str]) -> int:
@@ -34,6 +36,8 @@ def main(argv: list[str]) -> int:
 def runs(stale: bool, folder: pathlib.Path = RESULTS) -> Iterator[tuple[str, list[dict]]]:
   """Of each file what it is, and its rows; the stale ones only if asked for."""
   for path in sorted(folder.glob("*.jsonl")):
+    if path.name == QUALITY:
+      continue
     rows = read(path)
     current = [row for row in rows if not is_stale(row)]
     left = len(rows) - len(current)

@@ -23,8 +23,11 @@ def main(argv: list[str]) -> int:
   parser.add_argument(
     "--levels", nargs="+", choices=LEVELS, default=["format", "attention"], metavar="LEVEL"
   )
-  parser.add_argument("--smoke", action="store_true", help="small sizes, about half a minute")
+  parser.add_argument(
+    "--smoke", action="store_true", help="few configs and short contexts, about half a minute"
+  )
   parser.add_argument("--implementation", help="who runs the operations; default: the device's")
+  parser.add_argument("--model", type=pathlib.Path, help="of level model: where its files are")
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/quality.jsonl"))
   parser.add_argument("--plot", type=pathlib.Path, metavar="DIR", help="also draw pictures there")
   parser.add_argument("--committed", action="store_true", help="measure nothing, show what is kept")
@@ -36,7 +39,7 @@ def main(argv: list[str]) -> int:
       return 1
     status = report(rows, [level for level in LEVELS if any(r.level == level for r in rows)])
   else:
-    rows = measure(options.levels, options.smoke, options.implementation)
+    rows = measure(options.levels, options.smoke, options.implementation, options.model)
     quality_rows.write(rows, options.out)
     status = report(rows, options.levels, smoke=options.smoke)
     print(f"\nRows: {options.out}")
@@ -51,15 +54,16 @@ def main(argv: list[str]) -> int:
   return status
 
 
-def measure(levels: list[str], smoke: bool, implementation: str | None) -> list[QualityRow]:
+def measure(
+  levels: list[str], smoke: bool, implementation: str | None, model: pathlib.Path | None
+) -> list[QualityRow]:
   rows = []
   if "format" in levels:
-    from benchmarks import quality_format, quality_data
+    from benchmarks import quality_data, quality_format
 
     quantisers = quality_format.QUANTISERS
     rows += quality_format.measure(
       quantisers,
-      rows=quality_format.SMOKE_ROWS if smoke else quality_format.ROWS,
       implementation=implementation,
       progress=Progress(len(quantisers) * len(quality_data.DISTRIBUTIONS)),
     )
@@ -72,8 +76,14 @@ def measure(levels: list[str], smoke: bool, implementation: str | None) -> list[
   if "model" in levels:
     from benchmarks import quality_model
 
+    # Of a whole model nothing is calibrated but means: global scales of 1 fit its values.
+    configs = [c for c in quality_configs.CONFIGS if c.global_scale == "1"]
     rows += quality_model.measure(
-      quality_configs.CONFIGS, smoke=smoke, implementation=implementation, progress=Progress
+      configs,
+      smoke=smoke,
+      implementation=implementation,
+      progress=Progress,
+      model=model,
     )
   return rows
 

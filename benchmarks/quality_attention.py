@@ -19,7 +19,7 @@ import nvfp4_pallas as nv
 from benchmarks import quality_configs as configs
 from benchmarks import quality_data, quality_stored
 from benchmarks.progress import Progress
-from benchmarks.quality_configs import QualityConfig, bits_per_value, make_cache
+from benchmarks.quality_configs import QualityConfig, bits_per_value, calibrated, make_cache
 from benchmarks.quality_data import Inputs
 from benchmarks.quality_metrics import Number, State, attend, kl, mean, of_output, of_probabilities
 from benchmarks.quality_rows import QualityRow
@@ -122,7 +122,7 @@ def of_config(
     QualityRow(
       level="attention",
       config=config,
-      operation="prefill" if run is _by_prefill else "decode",
+      operation="prefill" if run is by_prefill else "decode",
       data=inputs.name,
       context=tokens,
       head_dim=head_dim,
@@ -145,22 +145,24 @@ def _over_definition(config, inputs, exact, by_kernel: Number) -> Number:
 
 def _operation(config: QualityConfig, inputs: Inputs):
   if not inputs.causal:
-    return _by_decode
+    return by_decode
   # What is wide for one row of a text is not for a later one: it must be fed as it is generated.
-  return _by_decode_of_a_text if config.recent_window else _by_prefill
+  return by_decode_of_a_text if config.recent_window else by_prefill
 
 
 # Each of these: (config, inputs, implementation) -> (out [rows, num_q_heads, head_dim],
 # lse [rows, num_q_heads], who ran it, what the cache holds or None where that changes by row).
 
 
-def _by_decode(config, inputs: Inputs, implementation):
+def by_decode(config, inputs: Inputs, implementation):
   """Rows as query heads of sequences that share all their pages."""
   rows, _, head_dim = inputs.q.shape
   sequences = rows // HEADS_PER_SEQUENCE
   cache, pages = _filled(config, inputs, sequences)
   if config.recent_window:
     first = jnp.zeros((sequences - 1,), jnp.int32)
+    from nvfp4_pallas.recent import copy_rings
+
     cache = copy_rings(cache, first, jnp.arange(1, sequences, dtype=jnp.int32))
   q = jnp.asarray(inputs.q.reshape(sequences, HEADS_PER_SEQUENCE, head_dim))
   batch = nv.RaggedBatch.for_decode(
@@ -173,7 +175,7 @@ def _by_decode(config, inputs: Inputs, implementation):
   return np.asarray(out).reshape(rows, 1, head_dim), np.asarray(lse).reshape(rows, 1), who, stored
 
 
-def _by_prefill(config, inputs: Inputs, implementation):
+def by_prefill(config, inputs: Inputs, implementation):
   """Rows as one step of one sequence, whose keys are all in the cache, its own too."""
   cache, pages = _filled(config, inputs, 1)
   q = jnp.asarray(inputs.q)
@@ -184,7 +186,7 @@ def _by_prefill(config, inputs: Inputs, implementation):
   return np.asarray(out), np.asarray(lse), who, stored
 
 
-def _by_decode_of_a_text(config, inputs: Inputs, implementation):
+def by_decode_of_a_text(config, inputs: Inputs, implementation):
   """Token by token: each is appended and then attends to all so far."""
   cache, pages = _empty(config, inputs, 1)
   arrays = [jnp.asarray(x) for x in (inputs.q, inputs.k, inputs.v)]
@@ -233,7 +235,7 @@ def _text(read_path: str, q_levels: int, implementation: str | None):
   return jax.jit(run)
 
 
-_append = jax.jit(nv.append, static_argnames="implementation", donate_argnums=0)
+append = jax.jit(nv.append, static_argnames="implementation", donate_argnums=0)
 
 
 def _empty(config: QualityConfig, inputs: Inputs, num_rings: int):
@@ -246,7 +248,7 @@ def _empty(config: QualityConfig, inputs: Inputs, num_rings: int):
     num_kv_heads=heads,
     head_dim=head_dim,
     num_rings=num_rings,
-    k_mean=jnp.asarray(inputs.k_mean) if config.k_mean else None,
+    **calibrated(config, *map(jnp.asarray, inputs.sample)),
   )
   order = np.random.default_rng(0).permutation(pages)
   return cache, jnp.asarray(order, jnp.int32)[None]
@@ -256,7 +258,7 @@ def _filled(config: QualityConfig, inputs: Inputs, num_rings: int):
   cache, pages = _empty(config, inputs, num_rings)
   tokens = len(inputs.k)
   batch = _one_sequence(pages, tokens, tokens)
-  return _append(cache, jnp.asarray(inputs.k), jnp.asarray(inputs.v), batch), pages
+  return append(cache, jnp.asarray(inputs.k), jnp.asarray(inputs.v), batch), pages
 
 
 def _one_sequence(pages: jax.Array, tokens: int, rows: int) -> nv.RaggedBatch:
@@ -284,25 +286,26 @@ def _who(resolve, q, cache, config: QualityConfig, batch, implementation, *, cau
 def _exact(inputs: Inputs) -> list[State]:
   return [
     attend(_masked(inputs, scores(quantised_q=False, quantised_k=False)), v)
-    for scores, v, _ in _heads(configs.BF16, inputs, None)
+    for scores, v, _ in heads(configs.BF16, inputs, None)
   ]
 
 
-def _heads(config: QualityConfig, inputs: Inputs, stored):
-  """Of each query head its Scores, its exact V and its stored V."""
+def heads(config: QualityConfig, inputs: Inputs, stored):
+  """Of each query head its Scores, its exact V and its stored V (the exact one if not stored)."""
   group = inputs.q.shape[1] // inputs.k.shape[1]
+  means = calibrated(config, *map(jnp.asarray, inputs.sample)).get("k_mean")
   for head in range(inputs.q.shape[1]):
     kv_head = head // group
     scores = quality_stored.Scores(
       config,
       inputs.q[inputs.first_judged :, head],
       inputs.k[:, kv_head],
-      inputs.k_mean[kv_head],
+      None if means is None else np.asarray(means[kv_head]),
       None if stored is None else stored.k[:, kv_head],
       len(inputs.k) if stored is None else stored.start,
     )
     v = inputs.v[:, kv_head].astype(np.float64)
-    yield scores, v, None if stored is None else stored.v[:, kv_head]
+    yield scores, v, v if stored is None else stored.v[:, kv_head]
 
 
 def _masked(inputs: Inputs, scores: np.ndarray) -> np.ndarray:
@@ -326,7 +329,7 @@ def _together(states: list[State]) -> State:
 def _of_scores(config, inputs: Inputs, exact: list[State], stored) -> dict[str, Number]:
   """Metrics of the probabilities, and rel_l2 and KL with only one of Q, K and V as stored."""
   whole, parts = [], {part: [] for part in PARTS}
-  for (scores, v, stored_v), state in zip(_heads(config, inputs, stored), exact, strict=True):
+  for (scores, v, stored_v), state in zip(heads(config, inputs, stored), exact, strict=True):
     both = _masked(inputs, scores(quantised_q=True, quantised_k=True))
     whole.append(attend(both, stored_v))
     for part, (q, k, of_v) in PARTS.items():

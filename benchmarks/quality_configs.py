@@ -12,9 +12,9 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import nvfp4_pallas as nv
+from nvfp4_pallas import calibration
 
 GLOBAL_SCALES = ("1", "calibrated")
 
@@ -103,6 +103,30 @@ def make_cache(
   )
 
 
+def calibrated(config: QualityConfig, k: jax.Array, v: jax.Array) -> dict[str, jax.Array]:
+  """What make_cache must be told beside sizes, from keys and values [tokens, num_kv_heads, dim]."""
+  if not config.needs_calibration:
+    return {}
+  observe = lambda **options: calibration.calibrate(
+    calibration.observe(
+      calibration.KVStatistics.create(
+        num_kv_heads=k.shape[1],
+        head_dim=k.shape[2],
+        k_rotation=config.k_rotation,
+        v_rotation=config.v_rotation,
+        **options,
+      ),
+      k,
+      v,
+    )
+  )
+  found = {"k_mean": observe().k_mean} if config.k_mean else {}
+  if config.global_scale == "calibrated":
+    scales = observe(**found)
+    found |= {"k_global_scale": scales.k_global_scale, "v_global_scale": scales.v_global_scale}
+  return found
+
+
 def tokens_in_pages(config: QualityConfig, kv_len: int) -> int:
   """Of one sequence; the others are in its ring."""
   if not config.recent_window:
@@ -137,10 +161,8 @@ def _bytes_of(config: QualityConfig) -> tuple[int, int]:
       v_global_scale=scale,
     )
   )
-  ring = jax.tree.leaves(getattr(cache, "recent", None))
-  return int(cache.k.nbytes + cache.v.nbytes), sum(
-    a.size * jnp.dtype(a.dtype).itemsize for a in ring
-  )
+  ring_bytes = 0 if cache.recent is None else cache.recent.bytes_per_ring
+  return int(cache.k.nbytes + cache.v.nbytes), ring_bytes
 
 
 def _baseline(format: str, **fields) -> QualityConfig:
@@ -155,6 +177,7 @@ BF16 = _baseline("bf16")
 FP8 = _baseline("fp8")
 FP8_NVFP4 = QualityConfig(name="fp8/nvfp4", k_format="fp8")
 NVFP4 = QualityConfig(name="nvfp4")
+CALIBRATED = QualityConfig(name="nvfp4 cal", global_scale="calibrated")
 FOUR_OVER_SIX = QualityConfig(name="nvfp4 4/6", scale_search="four_over_six")
 K_MEAN = QualityConfig(name="nvfp4 mean", k_mean=True)
 HAD_K = QualityConfig(name="nvfp4 hadK", k_rotation="hadamard")
@@ -166,6 +189,7 @@ _STORED = (
   FP8,
   FP8_NVFP4,
   NVFP4,
+  CALIBRATED,
   FOUR_OVER_SIX,
   K_MEAN,
   HAD_K,
@@ -173,7 +197,7 @@ _STORED = (
   HAD_KV_46,
   MEAN_HAD_K_46,
 )
-WINDOWED = tuple(map(_with_window, _STORED))
+WINDOWED = tuple(_with_window(config) for config in _STORED if config is not CALIBRATED)
 
 
 def _with_q(config: QualityConfig, name: str, read_path: str, q_levels: int) -> QualityConfig:

@@ -60,7 +60,7 @@ class Inputs:
     k, v: [tokens, num_kv_heads, head_dim].
     causal: the rows are the newest tokens and see what is not after them; else they see all keys.
     first_judged: rows before it are not judged.
-    k_mean: float32 [num_kv_heads, head_dim], measured on other data than what is judged.
+    sample: other k and v of the same kind, to calibrate on.
   """
 
   name: str
@@ -69,7 +69,7 @@ class Inputs:
   v: np.ndarray
   causal: bool
   first_judged: int
-  k_mean: np.ndarray
+  sample: tuple[np.ndarray, np.ndarray]
 
 
 def pattern(name: str, tokens: int, head_dim: int = 128, *, causal: bool = False) -> Inputs:
@@ -79,7 +79,7 @@ def pattern(name: str, tokens: int, head_dim: int = 128, *, causal: bool = False
   q = _queries(name, k, rng)
   if name == "sink":
     v[0] *= 0.05
-  other_k, _ = _keys(name, tokens, head_dim, np.random.default_rng([99, tokens, head_dim]))
+  sample_k, sample_v = _keys(name, tokens, head_dim, np.random.default_rng([99, tokens, head_dim]))
   return Inputs(
     f"{name}, causal" if causal else name,
     q[:, None],
@@ -87,7 +87,7 @@ def pattern(name: str, tokens: int, head_dim: int = 128, *, causal: bool = False
     v[:, None],
     causal,
     first_judged=0,
-    k_mean=other_k.mean(axis=0, keepdims=True),
+    sample=(sample_k[:, None], sample_v[:, None]),
   )
 
 
@@ -148,7 +148,7 @@ def captured() -> list[Inputs]:
       v,
       causal=True,
       first_judged=CALIBRATION_TOKENS,
-      k_mean=k[:CALIBRATION_TOKENS].mean(axis=0),
+      sample=(k[:CALIBRATION_TOKENS], v[:CALIBRATION_TOKENS]),
     )
 
   return [of_layer(layer) for layer in activations.load()]

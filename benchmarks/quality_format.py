@@ -25,7 +25,7 @@ from nvfp4_pallas.format import E2M1_MAX, E4M3_MAX
 from nvfp4_pallas.ops import pack as pack_op
 from nvfp4_pallas.rotation import rotate
 
-ROWS, SMOKE_ROWS = 16384, 4096
+ROWS = 16384
 
 _FP8 = QualityConfig(name="fp8", k_format="fp8", read_path="fp8", global_scale="calibrated")
 _NVFP4 = QualityConfig(name="nvfp4", q_levels=1, global_scale="calibrated")

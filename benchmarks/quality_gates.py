@@ -29,7 +29,8 @@ class Gate:
   Attributes:
     name: unique.
     level: of the rows.
-    where: field of a row -> its value, or a tuple of values; `config` is a config's name.
+    where: field of a row -> its value, or a tuple of values; `config` is a config's name, `text`
+      what stands last in `data`.
     metric: of the rows.
     rule, threshold: what must hold for the number; `within` is a distance to `expected`.
     why: what the threshold comes from.
@@ -91,9 +92,9 @@ def judge(
   verdicts = []
   for gate in chosen:
     if gate.two_implementations and not both:
-      verdicts.append(Verdict(gate, None, None, "not measured: one implementation"))
+      verdicts.append(Verdict(gate, None, None, "one implementation"))
     elif gate.full_only and smoke:
-      verdicts.append(Verdict(gate, None, None, "not measured: a smoke run"))
+      verdicts.append(Verdict(gate, None, None, "a smoke run"))
     else:
       verdicts.append(_judge(gate, rows))
   return verdicts
@@ -122,10 +123,15 @@ def _selects(gate: Gate, row: QualityRow) -> bool:
   if row.level != gate.level or (gate.expected is not None and row.data not in gate.expected):
     return False
   for field, wanted in gate.where.items():
-    found = row.config.name if field == "config" else getattr(row, field)
-    if found not in (wanted if isinstance(wanted, tuple) else (wanted,)):
+    if _field(row, field) not in (wanted if isinstance(wanted, tuple) else (wanted,)):
       return False
   return True
+
+
+def _field(row: QualityRow, name: str):
+  if name == "config":
+    return row.config.name
+  return row.data.split(", ")[-1] if name == "text" else getattr(row, name)
 
 
 def _number(gate: Gate, row: QualityRow, rows: Sequence[QualityRow]) -> float | None:
@@ -186,7 +192,7 @@ _FORMAT = (
   ),
   *(
     Gate(
-      name=f"SQNR of {config}, tiny and huge, dB",
+      name=f"SQNR of {config}, 2^-20 and 2^20, dB",
       level="format",
       where={"config": config},
       metric="sqnr_db",
@@ -418,9 +424,20 @@ _ATTENTION = (
     "nvfp4 hadK 4/6",
     "snr_db",
     ">=",
-    15.7,
-    "reference over 30 layers 16.1, with the .4 dB that nvfp4 has",
+    14.2,
+    "Hadamard with 16 draws of random signs, numpy, these layers: 14.9 with a deviation of .37, "
+    "and two of them; measured 14.5 without signs. Over 30 layers the reference has 16.1",
     over="median",
+    where=_LAYERS,
+  ),
+  _attention(
+    "layers: hadK 4/6 beats nvfp4",
+    "nvfp4 hadK 4/6",
+    "rel_l2",
+    "<",
+    1.0,
+    "reference .141 against .179: outlier channels of K are spread over their rows",
+    relative_to="nvfp4",
     where=_LAYERS,
   ),
   _attention(
@@ -495,76 +512,110 @@ _ATTENTION = (
 
 _model = functools.partial(_of_config, "model")
 _ONE_WINDOW = "reference {}, one window of 1,024 tokens of documentation, and 15 %"
-_DOCS = {"data": "docs", "context": 1024}
-_LONG = {"context": 8192}
+_DOCS = {"text": "docs", "context": (1024, 2048, 4096, 8192)}
 _MODEL = (
   _model(
-    f"recommended, {RECOMMENDED}: KL at 8K",
+    "model, recommended: KL at 8K",
     RECOMMENDED,
     "kl",
     "<=",
     0.010,
     "the goal; the reference has .0060 at 1K, where more of the context is wide",
-    where=_LONG,
+    where={"context": 8192},
     full_only=True,
   ),
   _model(
-    "recommended: bits a value at 8K",
+    "model, recommended: bits a value at 8K",
     RECOMMENDED,
     "kl",
     "<=",
     4.7,
-    "the goal; 4.5 and a ring",
-    where=_LONG,
+    "the goal; 4.5, and a ring of 64 tokens and two pages",
+    where={"context": 8192},
     field="bits_per_value",
     full_only=True,
   ),
   _model(
-    "recommended: keys found at 8K",
+    "model, recommended: pass keys found at 8K",
     RECOMMENDED,
-    "recall",
+    "answer_top1",
     ">=",
     1.0,
-    "the goal: what BF16 finds is found",
-    where=_LONG,
+    "the goal: every key, at every depth",
+    where={"context": 8192, "text": "passkey"},
     full_only=True,
   ),
   _model(
-    "nvfp4 w64: KL",
+    "model, recommended: values found over BF16's",
+    RECOMMENDED,
+    "answer_top1",
+    ">=",
+    1.0,
+    "what a small model does not find with BF16 says nothing of a cache; what it finds must stay",
+    relative_to="bf16",
+    where={"context": 8192, "text": "key-value"},
+    full_only=True,
+  ),
+  _model(
+    "model, nvfp4 w64: KL",
     "nvfp4 w64",
     "kl",
     "<=",
     0.016,
     _ONE_WINDOW.format(".0135"),
     where=_DOCS,
+    full_only=True,
   ),
   _model(
-    "nvfp4 w64: top-1",
+    "model, nvfp4 w64: top-1",
     "nvfp4 w64",
     "top1",
     ">=",
     0.95,
     "reference .955, one window of 1,024 tokens of documentation",
     where=_DOCS,
+    full_only=True,
   ),
   _model(
-    "nvfp4 hadK 4/6 w64: KL",
+    "model, nvfp4 hadK 4/6 w64: KL",
     "nvfp4 hadK 4/6 w64",
     "kl",
     "<=",
     0.0075,
-    _ONE_WINDOW.format(".0060"),
+    _ONE_WINDOW.format(".0060") + ", rounded up",
     where=_DOCS,
+    full_only=True,
   ),
-  _model("fp8 w64: KL", "fp8 w64", "kl", "<=", 0.002, _ONE_WINDOW.format(".0015"), where=_DOCS),
   _model(
-    "Q x2 over Q bf16: KL",
+    "model, fp8 w64: KL",
+    "fp8 w64",
+    "kl",
+    "<=",
+    0.002,
+    _ONE_WINDOW.format(".0015") + ", rounded up",
+    where=_DOCS,
+    full_only=True,
+  ),
+  _model(
+    "model, Q x2 over Q bf16: KL",
     "nvfp4, Q x2",
     "kl",
     "<=",
     1.05,
     "reference .0952 against .0959",
     relative_to="nvfp4",
+    where={"text": ("docs", "code", "reasoning")},
+    full_only=True,
+  ),
+  _model(
+    "model, nvfp4 w64 beats nvfp4: KL",
+    "nvfp4 w64",
+    "kl",
+    "<",
+    1.0,
+    "the newest keys, which rows attend to most, have no error",
+    relative_to="nvfp4",
+    where={"text": "docs"},
   ),
 )
 

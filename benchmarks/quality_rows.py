@@ -11,11 +11,12 @@ from collections.abc import Iterable
 
 import jax
 
+from benchmarks.committed import QUALITY, RESULTS
 from benchmarks.quality_configs import QualityConfig
 from benchmarks.records import git_revision
-from benchmarks.sources import ROOT, definition_hash
+from benchmarks.sources import definition_hash
 
-COMMITTED = ROOT / "benchmarks" / "results" / "quality.jsonl"
+COMMITTED = RESULTS / QUALITY
 LEVELS = ("format", "attention", "model")
 
 

@@ -92,12 +92,12 @@ _ROUND_Q = jax.jit(round_q, static_argnums=1)
 class Scores:
   """Scores of one KV head's queries with its keys; each of Q and K exact or as the config has it.
 
-  q [rows, head_dim], k [tokens, head_dim]: wide. k_mean [head_dim]. stored: the head's.
+  q [rows, head_dim], k [tokens, head_dim]: wide; k_mean [head_dim] or None; stored_k: of the head.
   """
 
   def __init__(self, config: QualityConfig, q, k, k_mean, stored_k, start: int):
     q, k = q.astype(np.float64), k.astype(np.float64)
-    mean = k_mean.astype(np.float64) if config.k_mean else np.zeros(k.shape[-1])
+    mean = np.zeros(k.shape[-1]) if k_mean is None else k_mean.astype(np.float64)
     turned = rotate(q, config.k_rotation)
     self.exact_q, self.exact_k = turned, rotate(k - mean, config.k_rotation)
     self.used_q = _round_q(turned, config.read_path, config.q_levels)

@@ -10,11 +10,11 @@ from benchmarks.quality_rows import QualityRow
 
 WIDTH = 100
 _NAME = 24
+_CELL = 8  # the width of a number
 # Of the levels that have them: (metric, heading, how to write it).
 _COLUMNS = {
   "attention": (
     ("rel_l2", "rel L2", ".4f"),
-    ("rel_l2_p99", "p99", ".3f"),
     ("snr_db", "SNR dB", ".1f"),
     ("cos", "cosine", ".4f"),
     ("kl", "KL", ".1e"),
@@ -40,18 +40,21 @@ def of_rows(rows: Sequence[QualityRow], level: str) -> list[str]:
 
 def _of_format(rows: Sequence[QualityRow]) -> list[str]:
   data = list(dict.fromkeys(row.data for row in rows))
-  head = f"{'SQNR, dB':15}{'bits':>5}" + "".join(f"{_short(name):>10}" for name in data)
+  head = f"{'SQNR, dB':13}{'bits':>4}" + "".join(f"{_short(name):>10}" for name in data)
   lines = [head, "-" * len(head)]
   for name, group in _grouped(rows, lambda row: row.config.name):
     of = {row.data: row.value for row in group}
     bits = group[0].bits_per_value
     cells = "".join(f"{of[d]:>10.2f}" if d in of else f"{'':>10}" for d in data)
-    lines.append(f"{name:15}{'' if bits is None else f'{bits:.1f}':>5}{cells}{_stale(group)}")
+    lines.append(f"{name:13}{'' if bits is None else f'{bits:.1f}':>4}{cells}{_stale(group)}")
   return lines
 
 
 def _short(distribution: str) -> str:
-  return distribution.replace("student-", "").replace("outliers", "outl.").replace("biased", "bias")
+  short = {"student-": "", "outliers": "outl.", "biased": "bias", "tiny ": "", "huge ": ""}
+  for long, instead in short.items():
+    distribution = distribution.replace(long, instead)
+  return distribution
 
 
 def _of_cases(rows: Sequence[QualityRow], columns) -> list[str]:
@@ -65,7 +68,7 @@ def _of_cases(rows: Sequence[QualityRow], columns) -> list[str]:
     if lines:
       lines.append("")
     title = f"{data}, {context} keys, D {head_dim}"
-    head = f"{'':{_NAME}}{'bits':>5}" + "".join(f"{heading:>8}" for _, heading, _ in columns)
+    head = f"{'':{_NAME}}{'bits':>5}" + "".join(f"{heading:>{_CELL}}" for _, heading, _ in columns)
     lines += [title, head, "-" * len(head)]
     for _, of_config in _grouped(group, lambda row: (row.config.name, row.operation)):
       lines.append(_line(of_config, columns, group))
@@ -74,7 +77,7 @@ def _of_cases(rows: Sequence[QualityRow], columns) -> list[str]:
 
 def _line(rows: Sequence[QualityRow], columns, others: Sequence[QualityRow]) -> str:
   of, config, bits = {row.metric: row.value for row in rows}, rows[0].config, rows[0].bits_per_value
-  cells = "".join(f"{f'{of[m]:{spec}}' if m in of else '':>8}" for m, _, spec in columns)
+  cells = "".join(f"{f'{of[m]:{spec}}' if m in of else '':>{_CELL}}" for m, _, spec in columns)
   line = f"{config.name:{_NAME}}{'' if bits is None else f'{bits:.2f}':>5}{cells}"
   return f"{line}{_of_q(rows[0], of, others)}{_stale(rows)}".rstrip()
 
@@ -85,11 +88,11 @@ def _of_q(row: QualityRow, of: dict[str, float], others: Sequence[QualityRow]) -
   wide = [r.value for r in others if r.config.name == base and r.metric == "rel_l2"]
   if row.config.read_path not in _Q_PATHS or not wide or "rel_l2" not in of:
     return ""
-  return "" if of["rel_l2"] <= FREE_Q * wide[0] else "  fails"
+  return "" if of["rel_l2"] <= FREE_Q * wide[0] else " fails"
 
 
 def _stale(rows: Sequence[QualityRow]) -> str:
-  return "  STALE" if any(row.stale for row in rows) else ""
+  return " STALE" if any(row.stale for row in rows) else ""
 
 
 def _grouped(rows: Iterable[QualityRow], key) -> list[tuple]:
@@ -101,13 +104,13 @@ def _grouped(rows: Iterable[QualityRow], key) -> list[tuple]:
 
 def of_verdicts(verdicts: Sequence[Verdict]) -> list[str]:
   """A line for each gate, with the reason of the threshold below one that failed."""
-  head = f"{'gate':45}{'value':>10}  {'':6} {'needs':>7}  {'':5} at"
+  head = f"{'gate':48}{'value':>8} {'':6} {'needs':>6}  {'':4}  at"
   lines = [head, "-" * len(head)]
   for verdict in verdicts:
     gate = verdict.gate
-    value = "-" if verdict.value is None else f"{verdict.value:.4g}"
-    line = f"{gate.name:45}{value:>10}  {gate.rule:6} {gate.threshold:>7g}  {verdict.word:5}"
-    lines.append(f"{line} {verdict.note}"[:WIDTH])
+    value = "-" if verdict.value is None else f"{verdict.value:.3g}"
+    line = f"{gate.name:48}{value:>8} {gate.rule:6} {gate.threshold:>6g}  {verdict.word:4}"
+    lines.append(f"{line}  {verdict.note}"[:WIDTH])
     if verdict.passed is False:
       lines += textwrap.wrap(gate.why, WIDTH, initial_indent="    ", subsequent_indent="    ")
   counted = [sum(v.passed is state for v in verdicts) for state in (True, False, None)]

@@ -52,7 +52,7 @@ def definition_hash(implementation: str) -> str:
 @functools.cache
 def _definition_hash(with_kernels: bool) -> str:
   package = KERNELS.parent
-  paths = [p for p in package.glob("*.py") if p.stem in _definition_modules()]
+  paths = [p for p in package.glob("*.py") if p.stem in definition_modules()]
   paths += [p for p in (package / "ops").glob("*.py") if with_kernels or p.stem != "prefill_choice"]
   paths += KERNELS.glob("*.py") if with_kernels else ()
   digest = hashlib.sha256()
@@ -61,7 +61,7 @@ def _definition_hash(with_kernels: bool) -> str:
   return digest.hexdigest()[:12]
 
 
-def _definition_modules() -> set[str]:
+def definition_modules() -> set[str]:
   """Top-level modules that the operations import, directly or through each other."""
   package = KERNELS.parent
   found, left = set(), list((package / "ops").glob("*.py"))
