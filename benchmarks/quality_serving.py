@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -164,8 +165,9 @@ class Server:
     """The implementation of the attention of a step of n tokens."""
     config = self.config
     q_shape = (self.num_seqs * n, self.model.config.num_q_heads, self.model.config.head_dim)
+    q: Any = jax.ShapeDtypeStruct(q_shape, jnp.bfloat16)  # only its shape and type are asked for
     request = attention_request(
-      jax.ShapeDtypeStruct(q_shape, jnp.bfloat16),
+      q,
       jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), self.cache),
       AttentionSpec(config.read_path, causal=True, sm_scale=1.0, q_levels=config.q_levels),
       new_kv=newest == "wide",

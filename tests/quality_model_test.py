@@ -6,11 +6,13 @@ feed-forward block. What must hold between formats holds there too, in seconds a
 
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
 import pathlib
 import re
 import zlib
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,9 @@ from absl.testing import absltest, parameterized
 
 from benchmarks import (
   llama,
+  llama_export,
   llama_files,
+  llama_hf,
   quality_compare,
   quality_decode,
   quality_model,
@@ -336,8 +340,6 @@ class FilesTest(TestCase):
 
   def write_hf(self, dtype: str = "F32", **changes) -> llama.Model:
     """The small model as Hugging Face keeps it, by hand."""
-    from benchmarks import llama_hf
-
     model = small_model()
     config = {
       "model_type": "llama",
@@ -376,10 +378,69 @@ class FilesTest(TestCase):
     (self.folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
     return model
 
+  @absltest.skipUnless(importlib.util.find_spec("gguf"), "gguf is not installed")
+  @parameterized.parameters("Q4_1", "Q8_0", "F16", "F32")
+  def test_exported_blocks_are_those_of_the_gguf(self, type_name):
+    import gguf
+
+    quant = gguf.GGMLQuantizationType[type_name]
+    w = np.random.default_rng(0).normal(size=(64, 96)).astype(np.float32)
+    data = gguf.quantize(w, quant)
+    config, tensors = small_model().config, {"a.weight": (type_name, data)}
+    with mock.patch.object(llama_export, "MAX_FILE_BYTES", data.nbytes // 2):
+      files = llama_export.write(self.folder, "small", config, tensors)
+    self.assertLen(files, 3)
+    meta, weights = llama_export.read(self.folder)
+    self.assertEqual(llama.Config(**meta["config"]), config)
+    np.testing.assert_array_equal(weights["a.weight"], gguf.dequantize(data, quant))
+
+  def test_exported_model(self):
+    """Under GGUF's names, with q and k in GGUF's order."""
+    model = small_model()
+    tensors = {
+      "token_embd.weight": np.asarray(model.embedding),
+      "output_norm.weight": np.asarray(model.norm),
+    }
+    for field, name in llama_files.GGUF_NAMES.items():
+      for i in range(2):
+        w = np.asarray(getattr(model.layers, field)[i]).T
+        if field in ("wq", "wk"):
+          w = w.reshape(-1, 2, 32, 128).swapaxes(1, 2).reshape(w.shape)
+        tensors[f"blk.{i}.{name}.weight"] = w
+    tensors = {name: ("F32", w) for name, w in tensors.items()}
+    files = llama_export.write(self.folder, "small", model.config, tensors)
+    quality_texts.save(material(), self.folder / quality_texts.FILE)
+    source, read = quality_model.load(self.folder)
+    self.assertEqual((source.name, source.model.config), ("small", model.config))
+    for a, b in zip(jax.tree.leaves(source.model), jax.tree.leaves(model), strict=True):
+      np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(read.calibration, material().calibration)
+    with self.assertRaisesRegex(ValueError, "it has no tokenizer"):
+      source.encode("text")
+    files[-1].unlink()
+    with self.assertRaisesRegex(ValueError, "is missing"):
+      llama_files.load(self.folder)
+
+  def test_other_blocks_are_not_exported(self):
+    with self.assertRaisesRegex(ValueError, "'a' must be of type F32, F16, Q4_1, Q8_0"):
+      llama_export.write(self.folder, "x", small_model().config, {"a": ("Q6_K", np.zeros(1))})
+
+  @parameterized.parameters(
+    ({"general.architecture": "gemma"}, "general.architecture must be 'llama', got 'gemma'"),
+    ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type must be absent or none"),
+    ({}, "the GGUF must have llama.attention.head_count, which is missing"),
+  )
+  def test_other_ggufs_are_refused(self, fields, message):
+    fields = {"general.architecture": "llama"} | fields
+    reader = mock.Mock(
+      tensors=[],
+      fields={k: mock.Mock(contents=functools.partial(str, v)) for k, v in fields.items()},
+    )
+    with self.assertRaisesRegex(ValueError, message):
+      llama_files.gguf_config(reader)
+
   @parameterized.parameters(("F32", 0), ("F16", 2**-11), ("BF16", 2**-8))
   def test_hugging_face(self, dtype, rounding):
-    from benchmarks import llama_hf
-
     model = self.write_hf(dtype)
     read = llama_hf.model(*llama_hf.read(self.folder))
     self.assertEqual(read.config, model.config)
