@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from nvfp4_pallas.dispatch import Target, use_target
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -42,6 +44,7 @@ class Case:
 
 
 HEADS, HEAD_DIM, PAGE_SIZE, NUM_PAGES = 8, 128, 64, 512
+RECENT: dict[str, Any] = {"recent_window": 64, "num_rings": 64}
 S: Any = jax.ShapeDtypeStruct
 
 
@@ -67,11 +70,13 @@ def abstract_cache(
   heads=HEADS,
   num_pages=NUM_PAGES,
   page_size=PAGE_SIZE,
+  **options,
 ):
   from nvfp4_pallas import PagedKVCache
 
   create = partial(
     PagedKVCache.create,
+    **options,
     num_pages=num_pages,
     page_size=page_size,
     num_kv_heads=heads,
@@ -192,6 +197,20 @@ def append_definition(k_format):
   return function, (cache, x, x, S((64,), jnp.int32))
 
 
+def append_recent(**options):
+  """The whole operation: pages from the rings, and new rows to them."""
+  import nvfp4_pallas as nv
+
+  cache = abstract_cache(**RECENT, **options)
+  x = S((64, HEADS, HEAD_DIM), jnp.bfloat16)
+
+  def function(cache, k, v, batch):
+    with use_target(Target("sm_90")):
+      return nv.append(cache, k, v, batch, implementation="mosaic_sm90")
+
+  return function, (cache, x, x, queries(cache, 64, 1, 4, max_pages=128)[2])
+
+
 CASES = (
   Case("definition/append_nvfp4", lambda: append_definition("nvfp4"), 0, donate=(0,)),
   Case("definition/append_fp8", lambda: append_definition("fp8"), 0, donate=(0,)),
@@ -242,6 +261,7 @@ CASES = (
     48,
     donate=(0,),
   ),
+  Case("append/recent", append_recent, 56, donate=(0,)),
   # 168 registers a thread let three blocks of 128 threads onto a multiprocessor, 255 let two.
   Case(
     "decode/nvfp4",
@@ -286,6 +306,17 @@ CASES = (
     "decode/batch_invariant",
     lambda: decode(abstract_cache(), "nvfp4_dequant", batch_invariant=True),
     168,
+  ),
+  Case("decode/recent", lambda: decode(abstract_cache(**RECENT), "nvfp4_dequant"), 168),
+  Case(
+    "decode/recent_dim_64_group_3",
+    lambda: decode(abstract_cache(head_dim=64, **RECENT), "nvfp4_dequant", group=3),
+    168,
+  ),
+  Case(
+    "decode/recent_dim_256",
+    lambda: decode(abstract_cache(head_dim=256, **RECENT), "nvfp4_dequant"),
+    255,
   ),
   Case("decode/page_16", lambda: decode(abstract_cache(page_size=16), "nvfp4_dequant"), 168),
   Case(

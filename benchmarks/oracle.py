@@ -170,6 +170,7 @@ def attention(
   sinks=None,
   q_levels=2,
   new_kv=None,
+  ring_ids=None,
 ) -> Attention:
   """Dense attention in float64, one sequence and query head at a time."""
   page_table, kv_lens, cu = (np.asarray(a) for a in (page_table, kv_lens, cu_q_lens))
@@ -196,11 +197,17 @@ def attention(
       kv_head = h // (num_q_heads // heads)
       k = k_pages[pages, kv_head].reshape(-1, dim)[:n]
       v = v_pages[pages, kv_head].reshape(-1, v_pages.shape[-1])[:n]
+      cached = n if new_kv is None else start
+      paged = cached if cache.recent is None else _paged(cache.recent, ring_ids, s, cached)
       if read_path == "nvfp4_a8q":
         scale_bytes = np.asarray(cache.k.block_scale).view(np.uint8)[pages, kv_head]
-        used = scale_bytes.reshape(-1, dim // 16)[: n if new_kv is None else start]
+        used = scale_bytes.reshape(-1, dim // 16)[:paged]
         k = round_k_to_e4m3(k, used, float(np.asarray(cache.k.global_scale)[kv_head]))
       q_of_key = np.repeat(rounded[first:last, h][:, None], n, axis=1)
+      if paged < cached:
+        for array, pool in ((k, cache.recent.k), (v, cache.recent.v)):
+          array[paged:cached] = _in_ring(cache.recent, pool, ring_ids, s, kv_head, paged, cached)
+        q_of_key[:, paged:] = wide[first:last, h][:, None]
       if new_kv is not None:
         for array, new in ((k, new_kv[0]), (v, new_kv[1])):
           array[start:] = np.asarray(new)[first:last, kv_head].astype(ml_dtypes.bfloat16)
@@ -215,6 +222,26 @@ def attention(
           sink = None if sinks is None else float(np.asarray(sinks, np.float32)[h])
           _row(result, (first + i, h), q_of_key[i, seen], k[seen], v[seen], scale, soft_cap, sink)
   return result
+
+
+def _ring(recent, ring_ids, seq) -> int | None:
+  ring = seq if ring_ids is None else int(np.asarray(ring_ids)[seq])
+  return ring if 0 <= ring < len(recent.starts) else None
+
+
+def _paged(recent, ring_ids, seq, cached) -> int:
+  """How many of a sequence's `cached` tokens are in the pages."""
+  ring = _ring(recent, ring_ids, seq)
+  return cached if ring is None else min(int(recent.starts[ring]), cached)
+
+
+def _in_ring(recent, pool, ring_ids, seq, kv_head, first, last) -> np.ndarray:
+  """Tokens first .. last - 1 of a sequence from its ring, float64."""
+  data = np.asarray(pool.data).astype(np.float64)
+  page_size, ring = data.shape[2], _ring(recent, ring_ids, seq)
+  pages = data.shape[0] // len(recent.starts)
+  token = np.arange(first, last)
+  return data[ring * pages + token // page_size % pages, kv_head, token % page_size]
 
 
 def _row(result, place, q, k, v, scale, soft_cap, sink):

@@ -23,7 +23,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nvfp4_pallas.cache import PagedKVCache, PagePool, decode_rows, pool_arrays, take
+from nvfp4_pallas import recent
+from nvfp4_pallas.cache import (
+  PagedKVCache,
+  PagePool,
+  RecentWindow,
+  decode_rows,
+  pool_arrays,
+  take,
+)
 from nvfp4_pallas.format import through
 from nvfp4_pallas.read_paths import AttentionSpec, k_scale_for_e4m3, round_e4m3_signed
 
@@ -176,6 +184,17 @@ def _read(pool: PagePool, page_ids: jax.Array) -> jax.Array:
   rows = tuple(take(a, (page_ids,), mode="clip") for a in pool_arrays(pool))
   values = decode_rows(pool, rows)  # [pages, heads, page_size, head_dim]
   return jnp.swapaxes(values, 1, 2).reshape(-1, pool.num_kv_heads, pool.head_dim)
+
+
+def ring_keys(window: RecentWindow, where: recent.Spans) -> Callable[[jax.Array], Keys]:
+  """Of a sequence's number: the keys in its ring, from where.start to where.end."""
+  rings, table = recent.ring_cache(window), recent.ring_table(window, where)
+
+  def keys(seq):
+    start = where.start[seq]
+    return cached_keys(rings, table[seq], where.end[seq] - start)._replace(first=start)
+
+  return keys
 
 
 def wide_keys(k: jax.Array, v: jax.Array, start, count, first) -> Keys:

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 @functools.partial(
   jax.tree_util.register_dataclass,
-  data_fields=["page_table", "kv_lens", "cu_q_lens"],
+  data_fields=["page_table", "kv_lens", "cu_q_lens", "ring_ids"],
   meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +29,15 @@ class RaggedBatch:
     cu_q_lens: int32 [num_seqs + 1], ascending from 0: the tokens of this step of sequence s are
       rows cu_q_lens[s] .. cu_q_lens[s + 1] - 1 of q, k and v. They are the newest of their
       sequence. Rows from cu_q_lens[-1] on are padding and belong to nobody.
+    ring_ids: int32 [num_seqs], of a cache with a recent window: the ring of each sequence, no two
+      alike. One that is no ring's number: all of that sequence is in the pages. None: sequence s
+      has ring s.
   """
 
   page_table: jax.Array
   kv_lens: jax.Array
   cu_q_lens: jax.Array
+  ring_ids: jax.Array | None = None
 
   @property
   def num_seqs(self) -> int:
@@ -48,15 +52,20 @@ class RaggedBatch:
     return self.cu_q_lens[1:] - self.cu_q_lens[:-1]
 
   @classmethod
-  def for_decode(cls, page_table: jax.Array, kv_lens: jax.Array) -> RaggedBatch:
+  def for_decode(
+    cls, page_table: jax.Array, kv_lens: jax.Array, ring_ids: jax.Array | None = None
+  ) -> RaggedBatch:
     """One query token a sequence: row s of q belongs to sequence s."""
-    return cls(page_table, kv_lens, jnp.arange(page_table.shape[0] + 1, dtype=jnp.int32))
+    rows = jnp.arange(page_table.shape[0] + 1, dtype=jnp.int32)
+    return cls(page_table, kv_lens, rows, ring_ids)
 
 
 def token_places(batch: RaggedBatch, num_tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
   """(sequence, position in it, whether the row is real), each [num_tokens]."""
   row = jnp.arange(num_tokens, dtype=jnp.int32)
-  after = jnp.searchsorted(batch.cu_q_lens, row, side="right").astype(jnp.int32)
+  # A binary search is a loop, each round of which a GPU would start anew.
+  after = jnp.searchsorted(batch.cu_q_lens, row, side="right", method="compare_all")
+  after = after.astype(jnp.int32)
   seq = jnp.clip(after - 1, 0, max(batch.num_seqs - 1, 0))
   newest = batch.kv_lens[seq] - batch.cu_q_lens[seq + 1]
   return seq, newest + row, row < batch.cu_q_lens[-1]
@@ -95,6 +104,8 @@ def check_batch(
     dtype = getattr(batch, name).dtype
     if dtype != jnp.int32:
       raise ValueError(f"{name} must be int32, got {dtype}")
+  if batch.ring_ids is not None:
+    _check_ring_ids(batch.ring_ids, batch.num_seqs)
   lens_known, cu_known = (not isinstance(a, Tracer) for a in (batch.kv_lens, batch.cu_q_lens))
   if cu_known:
     _check_cu_q_lens(np.asarray(batch.cu_q_lens), num_tokens)
@@ -113,6 +124,17 @@ def check_one_token_each(batch: RaggedBatch) -> None:
   if wrong.any():
     s = int(np.argmax(wrong))
     raise ValueError(f"cu_q_lens must be 0..{batch.num_seqs} for decode, got {cu_q_lens[s]} at {s}")
+
+
+def _check_ring_ids(ring_ids, num_seqs: int) -> None:
+  if ring_ids.shape != (num_seqs,) or ring_ids.dtype != jnp.int32:
+    raise ValueError(f"ring_ids must be int32 [{num_seqs}], got {ring_ids.dtype} {ring_ids.shape}")
+  if isinstance(ring_ids, Tracer):
+    return
+  ids, counts = np.unique(np.asarray(ring_ids), return_counts=True)
+  twice = ids[(counts > 1) & (ids >= 0)]
+  if len(twice):
+    raise ValueError(f"ring_ids must not name a ring twice, got {twice[0]} again")
 
 
 def _check_cu_q_lens(cu_q_lens: np.ndarray, num_tokens: int) -> None:

@@ -18,6 +18,9 @@ the k and v that were appended.
 
 Which page belongs to whom is the caller's business: a page table (batch.py) names pages, and a
 free list lives outside, on the host.
+
+With `recent_window`, the newest tokens of each sequence are not in the pages yet: they stay
+bfloat16 in a ring (recent.py says which).
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ LAYOUT = "head_major"
 LAYOUT_VERSION = 1
 PAGE_SIZES = (16, 32, 64, 128, 256)
 HEAD_DIM_MIN, HEAD_DIM_MAX = 64, 256
+MAX_RECENT_WINDOW = 2**16
 
 
 @functools.partial(
@@ -99,7 +103,52 @@ class PagePool:
 
 
 @functools.partial(
-  jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["layout", "version"]
+  jax.tree_util.register_dataclass, data_fields=["k", "v", "starts"], meta_fields=["tokens"]
+)
+@dataclasses.dataclass(frozen=True)
+class RecentWindow:
+  """The newest tokens of sequences, bfloat16, a ring of a few pages for each (see recent.py).
+
+  Attributes:
+    k, v: bf16 pools; ring r has the pages r * ring_pages .. (r + 1) * ring_pages - 1, and position
+      p of its sequence lies in page (p // page_size) % ring_pages of them, row p % page_size.
+    starts: int32 [num_rings], the first position that is in the ring and not in the pages; a
+      multiple of page_size.
+    tokens: the window, as in PagedKVCache.create (static).
+  """
+
+  k: PagePool
+  v: PagePool
+  starts: jax.Array
+  tokens: int
+
+  @property
+  def num_rings(self) -> int:
+    return self.starts.shape[-1]
+
+  @property
+  def ring_pages(self) -> int:
+    return ring_pages(self.tokens, self.k.page_size)
+
+  @property
+  def nbytes(self) -> int:
+    return self.k.nbytes + self.v.nbytes
+
+  @property
+  def bytes_per_ring(self) -> int:
+    """Bytes of K and V that one sequence's ring takes in this layer."""
+    return self.nbytes // self.num_rings
+
+
+def ring_pages(tokens: int, page_size: int) -> int:
+  """Pages that hold a window of `tokens` and the page that is leaving it."""
+  return -(-tokens // page_size) + 1
+
+
+@functools.partial(
+  jax.tree_util.register_dataclass,
+  data_fields=["k", "v", "recent"],
+  meta_fields=["layout", "version"],
 )
 @dataclasses.dataclass(frozen=True)
 class PagedKVCache:
@@ -107,11 +156,13 @@ class PagedKVCache:
 
   Attributes:
     k, v: the page pools; equal num_pages, num_kv_heads and page_size.
+    recent: the newest tokens in wide form, or None where all tokens are in the pages.
     layout, version: what the bytes mean (static); code refuses what it does not know.
   """
 
   k: PagePool
   v: PagePool
+  recent: RecentWindow | None = None
   layout: str = LAYOUT
   version: int = LAYOUT_VERSION
 
@@ -133,11 +184,12 @@ class PagedKVCache:
 
   @property
   def nbytes(self) -> int:
+    """Bytes of pages, without rings."""
     return self.k.nbytes + self.v.nbytes
 
   @property
   def bytes_per_token(self) -> float:
-    """Bytes of K and V one token takes in this layer, all heads, scales included."""
+    """Bytes of K and V one token takes in this layer's pages, all heads, scales included."""
     return self.nbytes / (self.num_pages * self.page_size)
 
   @classmethod
@@ -153,6 +205,8 @@ class PagedKVCache:
     v_head_dim: int | None = None,
     k_global_scale: jax.Array | float = 1.0,
     v_global_scale: jax.Array | float = 1.0,
+    recent_window: int = 0,
+    num_rings: int | None = None,
     scale_search: str = "amax",
     k_rotation: str | None = None,
     v_rotation: str | None = None,
@@ -168,6 +222,9 @@ class PagedKVCache:
       k_format, v_format: `bf16`, `fp8` or `nvfp4`; V's defaults to K's.
       v_head_dim: V's head dim; defaults to K's.
       k_global_scale, v_global_scale: decode multipliers, a number or float32 [num_kv_heads].
+      recent_window: the newest tokens of a sequence that stay bfloat16; a page is written in the
+        cache's formats when all of it has left the window. 0: none.
+      num_rings: sequences that can have such a window at a time; needed with recent_window.
       scale_search: `amax`, or `four_over_six` for what is in nvfp4: see format.encode.
       k_rotation, v_rotation: None, or `hadamard`: rows are stored rotated (rotation.py).
       k_mean: float32 [num_kv_heads, head_dim], taken off every key; not for use with soft_cap.
@@ -193,10 +250,35 @@ class PagedKVCache:
     shape = (num_pages, num_kv_heads, page_size)
     k = _empty_pool("k", k_format, shape, head_dim, k_global_scale, scale_search)
     v = _empty_pool("v", v_format, shape, v_head_dim, v_global_scale, scale_search)
-    return cls(
+    cache = cls(
       k=dataclasses.replace(k, rotation=k_rotation, mean=k_mean),
       v=dataclasses.replace(v, rotation=v_rotation),
     )
+    if not recent_window and num_rings is None:
+      return cache
+    return dataclasses.replace(cache, recent=_empty_rings(cache, recent_window, num_rings))
+
+
+def _empty_rings(cache: PagedKVCache, tokens: int, num_rings: int | None) -> RecentWindow:
+  if not 1 <= tokens <= MAX_RECENT_WINDOW:
+    raise ValueError(
+      f"recent_window must be from 1 to {MAX_RECENT_WINDOW} with rings, got {tokens}"
+    )
+  if num_rings is None or num_rings < 1:
+    raise ValueError(f"num_rings must be at least 1 with a recent_window, got {num_rings}")
+  if cache.formats == ("bf16", "bf16"):
+    raise ValueError("recent_window must be 0 for a bf16 cache, whose pages are wide already")
+  shape = (
+    num_rings * ring_pages(tokens, cache.page_size),
+    cache.num_kv_heads,
+    cache.page_size,
+  )
+  return RecentWindow(
+    k=_empty_pool("k", "bf16", shape, cache.k.head_dim, 1, "amax"),
+    v=_empty_pool("v", "bf16", shape, cache.v.head_dim, 1, "amax"),
+    starts=jnp.zeros((num_rings,), jnp.int32),
+    tokens=tokens,
+  )
 
 
 def _empty_pool(name, format, shape, head_dim, global_scale, scale_search) -> PagePool:
@@ -298,14 +380,12 @@ def copy_pages(cache: PagedKVCache, source: jax.Array, target: jax.Array) -> Pag
   known = (source >= 0) & (source < cache.num_pages) & (target >= 0)
   where = jnp.where(known, target, cache.num_pages)  # past the end: dropped
 
-  def copy(a):
-    return put(a, (where,), take(a, (source,), mode="clip"))
+  def copy(pool):
+    return with_arrays(
+      pool, tuple(put(a, (where,), take(a, (source,), mode="clip")) for a in pool_arrays(pool))
+    )
 
-  return jax.tree.map(
-    lambda pool: with_arrays(pool, tuple(copy(a) for a in pool_arrays(pool))),
-    cache,
-    is_leaf=lambda node: isinstance(node, PagePool),
-  )
+  return dataclasses.replace(cache, k=copy(cache.k), v=copy(cache.v))
 
 
 def check_cache(cache: PagedKVCache) -> None:
@@ -322,6 +402,24 @@ def check_cache(cache: PagedKVCache) -> None:
     if k != v:
       raise ValueError(f"cache's K and V must have the same {axis}, got {k} and {v}")
   check_page_size(cache.page_size)
+  if cache.recent is not None:
+    _check_rings(cache, cache.recent)
+
+
+def _check_rings(cache: PagedKVCache, recent: RecentWindow) -> None:
+  if recent.starts.ndim != 1 or recent.starts.dtype != jnp.int32:
+    raise ValueError(
+      "cache.recent.starts must be int32 [num_rings], "
+      f"got {recent.starts.dtype} {recent.starts.shape}"
+    )
+  pages = recent.num_rings * recent.ring_pages
+  for name, pool, like in (("k", recent.k, cache.k), ("v", recent.v, cache.v)):
+    expected = (pages, like.num_kv_heads, like.page_size, like.head_dim)
+    if pool.format != "bf16" or pool.data.shape != expected or pool.data.dtype != jnp.bfloat16:
+      raise ValueError(
+        f"cache.recent.{name} must be bf16 {expected}, got {pool.format} "
+        f"{pool.data.dtype} {pool.data.shape}"
+      )
 
 
 def _check_pool(name, pool) -> None:

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from nvfp4_pallas import PagedKVCache, PagePool, RaggedBatch
+from nvfp4_pallas.cache import RecentWindow, ring_pages
 
 # Block scales up to 1.25: |k| up to 7.5 keeps scores in a range where softmax is not one-hot.
 MAX_SCALE_BYTE = 0x3A
@@ -98,6 +99,61 @@ def _pool(r, case: Case, format: str, head_dim: int, used: np.ndarray) -> PagePo
     data = values.astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
     return PagePool(jnp.asarray(data), None, scale, format)
   return PagePool(jnp.asarray(values.astype(ml_dtypes.bfloat16)), None, None, format)
+
+
+def with_window(built: Built, tokens: int, *, past_only: bool = False, seed: int = 5) -> Built:
+  """The same batch with its newest tokens in rings, and poison in their places in the pages.
+
+  Every second sequence has as few tokens in its ring as it may, the others as many; the last one
+  has no ring. Rings stand in random order, and hold NaN but for what is read. With `past_only`,
+  this step's tokens are nowhere yet.
+  """
+  r = np.random.default_rng(seed)
+  cache, batch = built.cache, built.batch
+  page_size, num_seqs = cache.page_size, batch.num_seqs
+  ends = np.array(batch.kv_lens)
+  if past_only:
+    ends = ends - np.diff(np.asarray(batch.cu_q_lens))
+  least = np.maximum(ends - tokens, 0) // page_size * page_size
+  most = np.maximum(ends - ring_pages(tokens, page_size) * page_size + page_size - 1, 0)
+  most = np.minimum(most // page_size * page_size, least)
+  starts = np.where(np.arange(num_seqs) % 2 == 0, least, most)
+  ring_ids = r.permutation(num_seqs + 1)[:num_seqs].astype(np.int32)
+  ring_ids[-1] = -1 if num_seqs % 2 else num_seqs + 7
+  starts[-1] = ends[-1]
+  by_ring = np.full(num_seqs + 1, 16 * page_size, np.int32)
+  by_ring[ring_ids[:-1]] = starts[:-1]
+  count = ring_pages(tokens, page_size)
+  live = np.zeros(((num_seqs + 1) * count, page_size), bool)
+  gone = np.zeros((cache.num_pages, page_size), bool)
+  for s in range(num_seqs):
+    token = np.arange(starts[s], np.asarray(batch.kv_lens)[s])
+    gone[np.asarray(batch.page_table)[s, token // page_size], token % page_size] = True
+    if s < num_seqs - 1:
+      token = token[token < ends[s]]
+      live[ring_ids[s] * count + token // page_size % count, token % page_size] = True
+
+  def ring(head_dim):
+    shape = (live.shape[0], cache.num_kv_heads, page_size, head_dim)
+    values = np.where(live[:, None, :, None], r.standard_normal(shape), np.nan)
+    return PagePool(jnp.asarray(values.astype(ml_dtypes.bfloat16)), None, None, "bf16")
+
+  def without_newest(pool):
+    if pool.block_scale is None:
+      poison = jnp.asarray(jnp.nan, pool.data.dtype)
+      return dataclasses.replace(pool, data=jnp.where(gone[:, None, :, None], poison, pool.data))
+    scales = np.array(pool.block_scale).view(np.uint8)
+    scales = np.where(gone[:, None, :, None], np.uint8(0x7F), scales)
+    return dataclasses.replace(pool, block_scale=jnp.asarray(scales.view(ml_dtypes.float8_e4m3fn)))
+
+  recent = RecentWindow(
+    ring(cache.k.head_dim), ring(cache.v.head_dim), jnp.asarray(by_ring), tokens
+  )
+  cache = dataclasses.replace(
+    cache, k=without_newest(cache.k), v=without_newest(cache.v), recent=recent
+  )
+  batch = dataclasses.replace(batch, ring_ids=jnp.asarray(ring_ids))
+  return dataclasses.replace(built, cache=cache, batch=batch)
 
 
 def decode_case(case: Case) -> Case:

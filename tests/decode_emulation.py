@@ -75,21 +75,48 @@ def _readable(arrays, problem: Problem, tile: int) -> dict[str, np.ndarray]:
   page_size = problem.page_size
   # A number that is no page's stands for the last one: it must not fault.
   table = np.minimum(arrays["table"].astype(np.uint32), problem.num_pages - 1)
+  newest = {} if problem.rings is None else _readable_newest(arrays, problem)
   entries = np.zeros(table.shape, bool)
   slots = np.zeros((problem.num_pages, page_size), bool)
-  for s, kv_len in enumerate(arrays["kv_lens"]):
+  for s, kv_len in enumerate(_paged_lens(arrays, problem)):
     pages = -(-int(kv_len) // page_size)
-    entries[s, :pages] = True
+    # Where all tokens are in the ring, an entry is read that may hold anything.
+    entries[s, : max(pages, int(arrays["kv_lens"][s] > 0))] = True
     oldest = 0 if problem.window is None else max(0, int(kv_len) - problem.window)
     keys = np.arange(oldest // tile * tile, min(-(-int(kv_len) // tile) * tile, pages * page_size))
     slots[table[s, keys // page_size], keys % page_size] = True
   rows = slots[:, None, :, None]
-  return {"table": entries} | dict.fromkeys(problem.pool_pointers, rows)
+  return {"table": entries} | dict.fromkeys(problem.pool_pointers, rows) | newest
+
+
+def _paged_lens(arrays, problem: Problem) -> list[int]:
+  """Tokens of each sequence that are in the pages."""
+  lens = [int(n) for n in arrays["kv_lens"]]
+  if problem.rings is None:
+    return lens
+  rings = arrays["ring_ids"], arrays["starts"]
+  return [
+    min(int(rings[1][ring]), n) if 0 <= ring < problem.rings.num_rings else n
+    for n, ring in zip(lens, rings[0], strict=True)
+  ]
+
+
+def _readable_newest(arrays, problem: Problem) -> dict[str, np.ndarray]:
+  """Of rings, the tiles of 16 keys with keys that exist."""
+  rings, page_size = problem.rings, problem.page_size
+  live = np.zeros((rings.num_rings * rings.of_ring, page_size), bool)
+  paged = _paged_lens(arrays, problem)
+  for start, kv_len, ring in zip(paged, arrays["kv_lens"], arrays["ring_ids"], strict=True):
+    if 0 <= ring < rings.num_rings:
+      keys = np.arange(start, -(-int(kv_len) // rings.tile) * rings.tile)
+      live[ring * rings.of_ring + keys // page_size % rings.of_ring, keys % page_size] = True
+  return dict.fromkeys(("newest_k", "newest_v"), live[:, None, :, None])
 
 
 def exact_of(built: Built, spec: AttentionSpec) -> oracle.Attention:
   batch = built.batch.page_table, built.batch.kv_lens, built.batch.cu_q_lens
-  return oracle.attention(built.q, built.cache, *batch, **dataclasses.asdict(spec))
+  options = dataclasses.asdict(spec) | {"ring_ids": built.batch.ring_ids}
+  return oracle.attention(built.q, built.cache, *batch, **options)
 
 
 def bounds(
@@ -105,14 +132,21 @@ def bounds(
     (3 u c) and of the result (u c) are 18 u c at most.
   P is rounded to float16 where V is, by 2^-11 of itself or, among subnormals, by 2^-25 (its largest
   value is 2^14), else to bf16 by 2^-8. The sum it is divided by is not rounded.
+  - With a recent window, K is of both kinds, and V; and the maximum is brought from the units of
+    one to those of the other by two multiplications and rcp.approx (2^-23): by 4 u of itself,
+    which the 8 u |score| in `delta` cover once more.
   """
   delta = exact.delta
   if built.cache.k.format != "bf16" and spec.read_path != "nvfp4_a4q":
     delta = delta + 2.0**-39 * exact.reach
   if spec.soft_cap is not None:
     delta = delta + 18 * U * spec.soft_cap
+  wide = built.cache.recent is not None
+  if wide:
+    delta = delta + exact.delta
   f16 = built.cache.v.format != "bf16"
-  relative = 2 * delta + (exact.keys + 16) * U + (2.0**-11 if f16 else oracle.BF16_UNIT)
+  p_unit = 2.0**-11 if f16 and not wide else oracle.BF16_UNIT
+  relative = 2 * delta + (exact.keys + 16) * U + p_unit
   out = relative[..., None] * exact.spread + 2.0**-39 * f16 * exact.magnitude
   stored = OUT_UNIT[jnp.dtype(out_dtype).name]
   out = out * (1 + stored) + stored * np.abs(exact.out)

@@ -167,15 +167,17 @@ class AppendTest(TestCase):
 
 
 class PtxTest(TestCase):
-  def check(self, cache, tokens, slots, tuning=append_ptx.DEFAULT):
+  def check(self, cache, tokens, slots, tuning=append_ptx.DEFAULT, *, from_pages=False):
     slots = np.asarray(slots, np.int32)
     pools = {"k": cache.k, "v": cache.v}
     new = dict(zip("kv", random_rows(np.random.default_rng(0), cache, tokens), strict=True))
     rows = {name: kernel.page_rows(pool) for name, pool in pools.items()}
-    program, programs = append_ptx.append_program(rows["k"], rows["v"], tokens, tuning)
+    program, programs = append_ptx.append_program(
+      rows["k"], rows["v"], tokens, tuning, from_pages=from_pages
+    )
     inputs, pages = {"slots": slots}, {}
     for name, pool in pools.items():
-      inputs[f"{name}_rows"] = new[name]
+      inputs[f"{name}_rows"] = self.as_pages(new[name], pool) if from_pages else new[name]
       if pool.global_scale is not None:
         inputs[f"{name}_global_scale"] = pool.global_scale
       arrays = kv_cache.pool_arrays(pool)
@@ -185,6 +187,12 @@ class PtxTest(TestCase):
     for name, pool in pools.items():
       for array, want in zip(ARRAYS, expected(pool, new[name], slots), strict=False):
         np.testing.assert_array_equal(memory.array(f"{name}_{array}"), want, err_msg=name)
+
+  def as_pages(self, rows, pool):
+    """[tokens, heads, dim] as bf16 pages of the pool's size."""
+    rows = np.asarray(rows)
+    rows = rows.reshape(-1, pool.page_size, *rows.shape[1:])
+    return np.ascontiguousarray(np.swapaxes(rows, 1, 2))
 
   @parameterized.parameters(
     (("nvfp4", "nvfp4"), (64, 128)),
@@ -196,6 +204,21 @@ class PtxTest(TestCase):
     r = np.random.default_rng(0)
     cache = random_cache(r, *formats, 2, *dims)
     self.check(cache, 6, r.permutation(SLOTS)[:6])
+
+  @parameterized.parameters(
+    (("nvfp4", "nvfp4"), 1, 16),
+    (("nvfp4", "fp8"), 4, 32),
+    (("fp8", "nvfp4"), 3, 16),
+    (("bf16", "nvfp4"), 2, 64),
+  )
+  def test_rows_from_pages(self, formats, heads, page_size):
+    r = np.random.default_rng(6)
+    cache = random_cache(r, *formats, heads, 64, 80, page_size=page_size)
+    slots = np.where(
+      r.random(2 * page_size) < 0.3, r.permutation(3 * page_size)[: 2 * page_size], -1
+    )
+    for tuning in (append_ptx.DEFAULT, append_ptx.Tuning(heads=2)):
+      self.check(cache, 2 * page_size, slots, tuning, from_pages=True)
 
   @parameterized.product(
     formats=(("nvfp4", "fp8"), ("fp8", "bf16"), ("bf16", "nvfp4")),

@@ -16,6 +16,7 @@ from absl.testing import absltest, parameterized
 from nvfp4_pallas import RaggedBatch
 from nvfp4_pallas.kernels import decode_mosaic_sm90 as kernel
 from nvfp4_pallas.kernels.decode_mosaic_sm90 import DecodeConfig
+from nvfp4_pallas.ops.request import attention_request
 from tests import cases
 from tests.base import TestCase
 from tests.cases import Case
@@ -53,7 +54,7 @@ def poisoned(pool, place):
   return dataclasses.replace(pool, block_scale=jnp.asarray(scales.view(ml_dtypes.float8_e4m3fn)))
 
 
-class DecodeTest(TestCase):
+class DecodeTestCase(TestCase):
   def check(self, case, spec=None, **options):
     self.check_built(build(case), spec or spec_of(case), **options)
 
@@ -77,6 +78,8 @@ class DecodeTest(TestCase):
     for a, b in zip(results, expected, strict=True):
       np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
 
+
+class DecodeTest(DecodeTestCase):
   # Shapes.
 
   @parameterized.parameters(*range(1, 17))
@@ -277,6 +280,75 @@ class DecodeTest(TestCase):
     results = emulate(dataclasses.replace(built, batch=wrong), spec)
     expected = emulate(built, spec)
     self.check_equal_bits((a[1:] for a in results), (a[1:] for a in expected))
+
+
+class RecentTest(DecodeTestCase):
+  """With the newest tokens in rings; the last sequence has none."""
+
+  CASE = Case("recent", kv_lens=(70, 0, 1, 33, 133, 16, 40), num_kv_heads=1, group=2)
+
+  def recent(self, case=CASE, tokens=20):
+    return cases.with_window(build(case), tokens)
+
+  @parameterized.product(tokens=(1, 16, 20, 64), page_size=(16, 32, 64), tile=(16, 32, 64))
+  def test_windows(self, tokens, page_size, tile):
+    case = variant(self.CASE, page_size=page_size)
+    config = variant_of(tile=tile)
+    self.check_built(self.recent(case, tokens), spec_of(case), config=config)
+
+  @parameterized.parameters(1, 3, 8, 9, 16)
+  def test_groups(self, group):
+    case = variant(self.CASE, group=group, num_kv_heads=2, kv_lens=(70, 33, 5))
+    self.check_built(self.recent(case), spec_of(case))
+
+  @parameterized.product(head_dim=kernel.HEAD_DIMS, v_head_dim=kernel.HEAD_DIMS)
+  def test_head_dims(self, head_dim, v_head_dim):
+    case = variant(self.CASE, head_dim=head_dim, v_head_dim=v_head_dim, kv_lens=(70, 33, 5))
+    self.check_built(self.recent(case), spec_of(case))
+
+  @parameterized.parameters(("fp8", "fp8"), ("fp8", "nvfp4"), ("nvfp4", "bf16"), ("bf16", "nvfp4"))
+  def test_formats(self, k_format, v_format):
+    case = cases.with_formats(self.CASE, k_format, v_format)
+    self.check_built(self.recent(case), spec_of(case))
+
+  @parameterized.product(q_levels=(1, 2), soft_cap=(None, 3.5))
+  def test_a4q(self, q_levels, soft_cap):
+    spec = spec_of(self.CASE, read_path="nvfp4_a4q", q_levels=q_levels, soft_cap=soft_cap)
+    self.check_built(self.recent(), spec)
+
+  @parameterized.product(
+    sm_scale=(0.31, -0.2, 0.0, 30.0), soft_cap=(None, 3.5), batch_invariant=(False, True)
+  )
+  def test_scores(self, sm_scale, soft_cap, batch_invariant):
+    spec = spec_of(self.CASE, sm_scale=sm_scale, soft_cap=soft_cap)
+    self.check_built(self.recent(), spec, batch_invariant=batch_invariant)
+
+  @parameterized.parameters(False, True)
+  def test_cuts(self, batch_invariant):
+    for config in (variant_of(blocks=64), DecodeConfig(16, 2, 18, 4, 1), None):
+      self.check_built(
+        self.recent(), spec_of(self.CASE), config=config, batch_invariant=batch_invariant
+      )
+
+  def test_same_bits(self):
+    built, spec = self.recent(), spec_of(self.CASE)
+    expected = emulate(built, spec, batch_invariant=True)
+    again = emulate(built, spec, batch_invariant=True, reverse=True)
+    self.check_equal_bits(again, expected)
+    rows = np.asarray([4, 0])
+    ids = built.batch.ring_ids[rows]
+    alone = part(built, rows)
+    alone = dataclasses.replace(alone, batch=dataclasses.replace(alone.batch, ring_ids=ids))
+    self.check_equal_bits(
+      emulate(alone, spec, batch_invariant=True, config=variant_of(blocks=2)),
+      (a[rows] for a in expected),
+    )
+
+  def test_a_window_is_refused(self):
+    spec = spec_of(self.CASE, window=30)
+    built = self.recent()
+    request = attention_request(built.q, built.cache, spec)
+    self.assertRegex(kernel.unsupported(request), "sliding window")
 
 
 if __name__ == "__main__":

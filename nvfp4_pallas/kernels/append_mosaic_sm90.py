@@ -65,6 +65,27 @@ def append(
   return run(cache, k, v, slots)
 
 
+def move(
+  cache: kv_cache.PagedKVCache, source: kv_cache.PagedKVCache, slots: jax.Array, *, interpret=None
+) -> kv_cache.PagedKVCache:
+  """Writes tokens of bf16 pages to slots of another cache, in its formats.
+
+  Args:
+    cache: as in append.
+    source: bf16 pages; not donated.
+    slots: int32 [source.num_pages * page_size], as in append; -1 for most.
+  """
+  if interpret is None and all(
+    append_ptx.supports(page_rows(pool)) for pool in (cache.k, cache.v, source.k, source.v)
+  ):
+    return _append_in_ptx(cache, source.k.data, source.v.data, slots, from_pages=True)
+
+  def rows(pool):
+    return jnp.swapaxes(pool.data, 1, 2).reshape(-1, pool.num_kv_heads, pool.head_dim)
+
+  return append(cache, rows(source.k), rows(source.v), slots, interpret=interpret)
+
+
 def unsupported(request, interpret) -> str | None:
   """Why the kernel cannot run a request (ops.append.AppendRequest), or None if it can."""
   searches = set(request.scale_searches) - {"amax"}
@@ -92,11 +113,21 @@ def _not_in_ptx(
   return None
 
 
-def _append_in_ptx(cache, k, v, slots, *, tuning: append_ptx.Tuning = append_ptx.DEFAULT):
+def _append_in_ptx(
+  cache,
+  k,
+  v,
+  slots,
+  *,
+  tuning: append_ptx.Tuning = append_ptx.DEFAULT,
+  from_pages: bool = False,
+):
   """See append_ptx.py."""
   pools = (cache.k, cache.v)
   k_rows, v_rows = map(page_rows, pools)
-  program, programs = append_ptx.append_program(k_rows, v_rows, slots.shape[0], tuning)
+  program, programs = append_ptx.append_program(
+    k_rows, v_rows, slots.shape[0], tuning, from_pages=from_pages
+  )
   pages = tuple(tuple(map(jax.new_ref, kv_cache.pool_arrays(pool))) for pool in pools)
   arguments = []
   for pool, refs, x in zip(pools, pages, (k, v), strict=True):

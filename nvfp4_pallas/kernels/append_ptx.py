@@ -5,6 +5,9 @@ tokens of a prompt have slots side by side, so that their rows, and the few byte
 scales, fill whole sectors of memory. Where there are many tokens, a thread has the same part of
 some heads next to each other: it finds the slot once, and loads all parts before it encodes one.
 Programs take K first, then V.
+
+Rows can also come from bf16 pages (the ring of a recent window): token t is then row t % page_size
+of page t // page_size. Few of them have a slot, so warps look before they load.
 """
 
 from __future__ import annotations
@@ -85,10 +88,14 @@ def heads_of_thread(rows: Rows, tokens: int) -> int:
   return LOAD_BYTES // (rows.part * BF16_BYTES) if many else 1
 
 
-def append_program(k: Rows, v: Rows, tokens: int, tuning: Tuning = DEFAULT) -> tuple[Ptx, int]:
+def append_program(
+  k: Rows, v: Rows, tokens: int, tuning: Tuning = DEFAULT, *, from_pages: bool = False
+) -> tuple[Ptx, int]:
   """The program and the number of its blocks; its last array is the slots."""
   p = Ptx((*k.pointers("k"), *v.pointers("v"), "slots"))
-  k_writer, v_writer = _Writer(p, "k", k, tokens, tuning), _Writer(p, "v", v, tokens, tuning)
+  k_writer, v_writer = (
+    _Writer(p, name, rows, tokens, tuning, from_pages) for name, rows in (("k", k), ("v", v))
+  )
   thread = p.thread
   of_k = p.program < k_writer.programs
   with p.when(of_k):
@@ -101,8 +108,11 @@ def append_program(k: Rows, v: Rows, tokens: int, tuning: Tuning = DEFAULT) -> t
 class _Writer:
   """Writes the rows of K or V; `programs` blocks do."""
 
-  def __init__(self, p: Ptx, name: str, rows: Rows, tokens: int, tuning: Tuning):
+  def __init__(self, p: Ptx, name: str, rows: Rows, tokens: int, tuning: Tuning, from_pages: bool):
     self._p, self._name, self._rows, self._tokens, self._tuning = p, name, rows, tokens, tuning
+    self._from_pages = from_pages
+    # Tokens that lie side by side in a head's rows.
+    self._run = rows.page_size if from_pages else 1
     limit = tuning.heads or heads_of_thread(rows, tokens)
     self._heads = common.power_of_two_divisor(rows.num_heads, limit)
     self._side_by_side = min(SIDE_BY_SIDE, tokens)
@@ -124,7 +134,17 @@ class _Writer:
     there = there & (slot < min(rows.num_pages * rows.page_size, 2**31))
     slab = slot // rows.page_size * rows.num_heads + head
     place = (slab * rows.page_size + slot % rows.page_size) * rows.parts + part
-    words = self._load((token * rows.num_heads + head) * rows.parts + part)
+    run = token // self._run * rows.num_heads + head
+    source = (run * self._run + token % self._run) * rows.parts + part
+    if self._from_pages:
+      with p.when(p.any_lane(there)):
+        self._encode(source, head, place, there)
+    else:
+      self._encode(source, head, place, there)
+
+  def _encode(self, source: Reg, head: Reg, place: Reg, there: Reg) -> None:
+    p, rows, heads = self._p, self._rows, self._heads
+    words = self._load(source)
     if rows.format == "bf16":
       self._store("data", words, 4, place, there)
       return
@@ -142,14 +162,13 @@ class _Writer:
   def _load(self, part: Reg) -> list[list[Reg]]:
     """The words of a part, counted from the first row's, and of the same one of further heads."""
     p, part_bytes = self._p, self._rows.part * BF16_BYTES
+    head_bytes = self._run * self._rows.parts * part_bytes
     x = p.address(p.pointer(f"{self._name}_rows"), part, part_bytes)
     return [
       [
         word
         for offset in range(0, part_bytes, 4 * VECTOR_WORDS)
-        for word in p.load(
-          self._tuning.load, Mem(x, head * self._rows.parts * part_bytes + offset), VECTOR_WORDS
-        )
+        for word in p.load(self._tuning.load, Mem(x, head * head_bytes + offset), VECTOR_WORDS)
       ]
       for head in range(self._heads)
     ]

@@ -77,7 +77,6 @@ class Attend:
     return WorkWalk(self.p, self.cut, self.lane.index, scope)
 
   def _segment(self) -> None:
-    p = self.p
     self.work.start_segment()
     self.first_tile = self.work.first_tile + self.warp
     self.count = (self.work.count + (WARPS - 1) - self.warp) // WARPS  # of this warp's tiles
@@ -88,13 +87,21 @@ class Attend:
     self._load_q()
     self._load_scale()
     self._reset()
-    done = p.u32(0)
-    with p.loop() as tiles_left:
-      tiles_left.leave_if(done >= self.count)
-      self._tile(self.first_tile + done * WARPS)
-      p.set(done, done + 1)
+    self._tiles()
     self._join_warps()
     self.work.end_segment()
+
+  def _tiles(self) -> None:
+    """All of this warp's tiles of the segment."""
+    self._tiles_until(self.count, self.p.u32(0), self.first_tile)
+
+  def _tiles_until(self, count: Reg, done: Reg, first_tile: Reg) -> Reg:
+    """Those from the index `done`, which counts on, up to `count`; returns `done`."""
+    with self.p.loop() as tiles_left:
+      tiles_left.leave_if(done >= count)
+      self._tile(first_tile + done * WARPS)
+      self.p.set(done, done + 1)
+    return done
 
   # The ring of copies.
 
@@ -127,15 +134,18 @@ class Attend:
     """Starts the copies of the next tile's K ("k") or, after those, V ("v"), if there is one."""
     p = self.p
     with p.when(self.issued < self.count):
-      if pool == "k":
-        self.walk.reach(self.issued)
-      self._copy(pool)
-      p.set(self.issue_slot, self._after(self.issue_slot))
-      if pool == "v":
-        p.set(self.issued, self.issued + 1)
+      self._copy_pages(pool)
+      self._end_issue(pool)
 
-  def _copy(self, pool: str) -> None:
+  def _end_issue(self, pool: str) -> None:
+    self.p.set(self.issue_slot, self._after(self.issue_slot))
+    if pool == "v":
+      self.p.set(self.issued, self.issued + 1)
+
+  def _copy_pages(self, pool: str) -> None:
     p = self.p
+    if pool == "k":
+      self.walk.reach(self.issued)
     arrays = {n: size for n, size in self.problem.pool_pointers.items() if n[0] == pool}
     barrier = Mem(self.barriers + self.issue_slot * 8)
     total = self.cut.tile * sum(arrays.values())
@@ -201,11 +211,14 @@ class Attend:
     scale = self._global_scale("k", abs(problem.sm_scale) * LOG2_E * problem.keys.unit)
     columns = 2 * problem.column_tiles
     scales = [scale * unit for unit in self.q_units] or [scale] * columns
-    self.scales = [p.new("f", "max.NaN.f32", scale, MIN_NORMAL) for scale in scales]
+    self.scales = [self._normal(scale) for scale in scales]
     # With a cap, scores are in log2 units as soon as they are made.
     self.cap_scales = self.scales
     if problem.soft_cap is not None:
       self.scales = [p.f32(1.0)] * columns
+
+  def _normal(self, scale: Reg) -> Reg:
+    return self.p.new("f", "max.NaN.f32", scale, MIN_NORMAL)
 
   def _global_scale(self, pool: str, factor: float) -> Reg:
     """The head's, times a factor."""
@@ -272,13 +285,18 @@ class Attend:
     """
     p, window = self.p, self.problem.window
     key = tile * self.cut.tile
-    left = self.work.kv_len - key  # keys of the tile that exist
+    length = self._length()
+    left = length - key  # keys of the tile that exist
     partial = left < self.cut.tile
     if window is None:
       return lambda token: token < left, partial
-    oldest = p.select(self.work.kv_len > window, self.work.kv_len - window, 0)
+    oldest = p.select(length > window, length - window, 0)
     begin = p.select(oldest > key, oldest - key, 0)
     return lambda token: (token < left) & (token >= begin), partial | begin.ne(0)
+
+  def _length(self) -> Reg:
+    """The keys that tiles are counted in."""
+    return self.work.kv_len
 
   def _mask(self, scores, seen) -> None:
     p = self.p
@@ -380,7 +398,7 @@ class Attend:
       p.store("shared", at, [reference, total], when=one)
     p.sync(THREADS)
 
-    out_scale = self._global_scale("v", problem.values.unit)
+    out_scale = self._out_scale()
     slot = self._slot()
     for start in range(0, columns * dim, THREADS):
       element = self.thread + start
@@ -402,6 +420,10 @@ class Attend:
       out = out * (p.reciprocal(total) * out_scale)
       lse = top + p.log2(total)
       self._store(slot, head, column, out, lse, real)
+
+  def _out_scale(self) -> Reg:
+    """Of O as it is now."""
+    return self._global_scale("v", self.problem.values.unit)
 
   def _slot(self) -> Reg:
     """The piece's slot; the first piece also tells the join where the pieces are."""

@@ -12,6 +12,30 @@ COLUMNS = 8  # of the right operand of a product: query heads
 
 
 @dataclasses.dataclass(frozen=True)
+class RingPages:
+  """The pages of a recent window (static; nvfp4_pallas/recent.py).
+
+  Attributes:
+    keys, values: bf16.
+    num_rings, of_ring: rings, and pages of each.
+  """
+
+  keys: Fragments
+  values: Fragments
+  num_rings: int
+  of_ring: int
+
+  tile = 16  # keys that are copied at a time; they lie in one page
+
+  @property
+  def slot_bytes(self) -> int:
+    return self.tile * max(self.keys.token_bytes, self.values.token_bytes)
+
+  def most_tiles(self, page_size: int) -> int:
+    return self.of_ring * page_size // self.tile
+
+
+@dataclasses.dataclass(frozen=True)
 class Problem:
   """What is computed (static).
 
@@ -23,6 +47,7 @@ class Problem:
     sm_scale, window, soft_cap: as in AttentionSpec.
     out_dtype: bfloat16, float16 or float32.
     width: tokens of a query tile; 1 for decode.
+    rings: where the newest tokens are, if not in the pages.
   """
 
   keys: Fragments
@@ -37,6 +62,7 @@ class Problem:
   soft_cap: float | None
   out_dtype: str
   width: int = 1
+  rings: RingPages | None = None
 
   @property
   def q_operands(self) -> int:
@@ -64,7 +90,8 @@ class Problem:
     """The main program's pointers to what it reads."""
     pools = {"k_global": self.keys, "v_global": self.values}
     scales = (name for name, pool in pools.items() if pool.has_global_scale)
-    return ("q", "table", "kv_lens", *scales, *self.pool_pointers)
+    newest = () if self.rings is None else ("ring_ids", "starts", "newest_k", "newest_v")
+    return ("q", "table", "kv_lens", *scales, *self.pool_pointers, *newest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +110,9 @@ class Ring:
 
   @property
   def slot_bytes(self) -> int:
-    return self.tile * max(self.problem.keys.token_bytes, self.problem.values.token_bytes)
+    widest = max(self.problem.keys.token_bytes, self.problem.values.token_bytes)
+    rings = self.problem.rings
+    return max(self.tile * widest, 0 if rings is None else rings.slot_bytes)
 
   @property
   def warp_bytes(self) -> int:

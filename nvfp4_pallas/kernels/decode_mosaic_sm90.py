@@ -10,6 +10,7 @@ must run its own ring of copies, and a Pallas program is a warpgroup that moves 
 Formats are parameters (mma_fragments.py). K and V, without their global scales, are exact operands:
 float16, or bf16 if stored so. P is rounded to V's type and q to K's, which as float16, in a unit of
 its own for each row, loses what is under 2^-29 of the row's largest value. All else is float32.
+With a recent window decode_recent.py goes over pages and rings in one program.
 
 Bytes from device memory: the cache's, once.
 
@@ -27,9 +28,9 @@ import jax.numpy as jnp
 
 from nvfp4_pallas.batch import RaggedBatch
 from nvfp4_pallas.cache import PagedKVCache
-from nvfp4_pallas.kernels import decode_attend, decode_join
+from nvfp4_pallas.kernels import decode_attend, decode_join, decode_recent
 from nvfp4_pallas.kernels.decode_join import Join
-from nvfp4_pallas.kernels.decode_layout import WARPS, Problem, Ring
+from nvfp4_pallas.kernels.decode_layout import WARPS, Problem, Ring, RingPages
 from nvfp4_pallas.kernels.decode_work import Cut
 from nvfp4_pallas.kernels.mma_fragments import fragments
 from nvfp4_pallas.kernels.ptx_launch import Kernel
@@ -158,6 +159,8 @@ def unsupported(request: Any) -> str | None:
       return f"the kernel has head dims {', '.join(map(str, HEAD_DIMS))}, got {name} {dim}"
   if request.group > MAX_GROUP:
     return f"the kernel takes up to {MAX_GROUP} query heads a KV head, got {request.group}"
+  if request.recent_window and request.spec.window is not None:
+    return "the kernel counts a sliding window from a sequence's last page, not from its ring"
   if request.spec.soft_cap is not None and request.spec.soft_cap > MAX_SOFT_CAP:
     return f"the kernel's soft cap loses digits above {MAX_SOFT_CAP}, got {request.spec.soft_cap}"
   return None
@@ -176,6 +179,18 @@ def problem_of(q, cache: PagedKVCache, batch: RaggedBatch, spec: AttentionSpec, 
     window=spec.window,
     soft_cap=spec.soft_cap,
     out_dtype=jnp.dtype(out_dtype).name,
+    rings=_ring_pages(cache),
+  )
+
+
+def _ring_pages(cache: PagedKVCache) -> RingPages | None:
+  if cache.recent is None:
+    return None
+  return RingPages(
+    keys=fragments("bf16", cache.k.head_dim),
+    values=fragments("bf16", cache.v.head_dim),
+    num_rings=cache.recent.num_rings,
+    of_ring=cache.recent.ring_pages,
   )
 
 
@@ -197,13 +212,15 @@ def kernels(
     window=problem.window,
     unit=config.unit if batch_invariant else WARPS,
     batch_invariant=batch_invariant,
+    more_tiles=0 if problem.rings is None else problem.rings.most_tiles(problem.page_size) + 1,
   )
+  program = decode_attend if problem.rings is None else decode_recent
   group, dim = problem.group, problem.values.head_dim
   rows = (num_seqs, kv_heads * group)
   slots = cut.slots(problem.max_pages * problem.page_size)
   attend = Kernel(
     name="decode_attend",
-    program=decode_attend.attend(problem, cut, config.slots),
+    program=program.attend(problem, cut, config.slots),
     blocks=config.blocks,
     smem_bytes=config.smem_bytes(problem),
     makes={
@@ -240,4 +257,12 @@ def inputs(q, cache: PagedKVCache, batch: RaggedBatch) -> dict[str, jax.Array]:
     "v": cache.v.data,
     "v_scale": cache.v.block_scale,
   }
+  if cache.recent is not None:
+    ids = batch.ring_ids
+    arrays |= {
+      "ring_ids": jnp.arange(batch.num_seqs, dtype=jnp.int32) if ids is None else ids,
+      "starts": cache.recent.starts,
+      "newest_k": cache.recent.k.data,
+      "newest_v": cache.recent.v.data,
+    }
   return {name: array for name, array in arrays.items() if array is not None}

@@ -37,6 +37,7 @@ class Cut:
     window: keys that a token sees, or None for all.
     unit: tiles of a unit.
     batch_invariant: units are segments, so that another batch does not move their ends.
+    more_tiles: of a pair at most, beside those of its page table.
   """
 
   num_seqs: int
@@ -46,13 +47,14 @@ class Cut:
   window: int | None
   unit: int
   batch_invariant: bool
+  more_tiles: int = 0
 
   def slots(self, max_keys: int) -> int:
     """Of pieces, at most."""
     if not self.batch_invariant:
       return 2 * self.blocks
     keys = max_keys if self.window is None else min(max_keys, self.window + self.tile)
-    units = -(-keys // (self.tile * self.unit)) + 1
+    units = -(-(-(-keys // self.tile) + self.more_tiles) // self.unit) + 1
     return self.num_seqs * self.kv_heads * units
 
   def first_tile(self, p: Ptx, kv_len: Reg, q_len: Reg | None = None) -> Reg | None:

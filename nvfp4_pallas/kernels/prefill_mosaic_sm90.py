@@ -178,7 +178,9 @@ def row_inputs(q, new_kv, batch: RaggedBatch, spec: AttentionSpec) -> dict[str, 
     "kv_lens": batch.q_lens,
     "cu_q_lens": batch.cu_q_lens,
     "first_tiles": ends - tiles,
-    "seqs_of_tiles": jnp.searchsorted(ends, numbers, side="right").astype(jnp.int32),
+    "seqs_of_tiles": jnp.searchsorted(ends, numbers, side="right", method="compare_all").astype(
+      jnp.int32
+    ),
   }
 
 

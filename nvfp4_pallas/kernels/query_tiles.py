@@ -68,7 +68,8 @@ class QueryTiles:
     ends = jnp.cumsum(tiles_of_seq)
     begins = ends - tiles_of_seq
 
-    seq = jnp.searchsorted(ends, jnp.arange(num_tiles, dtype=jnp.int32), side="right")
+    tiles = jnp.arange(num_tiles, dtype=jnp.int32)
+    seq = jnp.searchsorted(ends, tiles, side="right", method="compare_all")
     needed = seq < batch.num_seqs
     seq = jnp.minimum(seq, batch.num_seqs - 1).astype(jnp.int32)
     first = (jnp.arange(num_tiles, dtype=jnp.int32) - begins[seq]) * width

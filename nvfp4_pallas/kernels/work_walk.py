@@ -41,7 +41,7 @@ class WorkWalk:
   def start_segment(self) -> None:
     p, cut = self._p, self._cut
     self._locate()
-    tiles = cut.tiles(p, self.kv_len, self.q_len)
+    tiles = self._tiles()
     self._segment_units = p.u32(1)
     if not cut.batch_invariant:
       left = self._units - self._unit_of_pair
@@ -83,7 +83,7 @@ class WorkWalk:
     last = self._run.block_of(p, self._unit + self._units - 1)
     return slot, p.select(self.is_whole, 1, last - p.program + 1)
 
-  # Of a sequence. query_walk.py has its own.
+  # Of a sequence. query_walk.py and decode_recent.py have their own.
 
   def _units_of(self, seq: Reg, kv_len: Reg) -> Reg:
     """Units that a KV head of a sequence has in the line; the sequence may be one past the last."""
@@ -97,6 +97,10 @@ class WorkWalk:
     p = self._p
     p.set(self.kv_len, p.load("global.nc", Mem(p.address(p.pointer("kv_lens"), self.seq, 4)))[0])
     p.set(self._units, self._cut.units(p, self.kv_len, self.q_len))
+
+  def _tiles(self) -> Reg:
+    """Of each pair of the sequence."""
+    return self._cut.tiles(self._p, self.kv_len, self.q_len)
 
   def _pairs(self) -> Reg | int:
     return self._cut.kv_heads

@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from nvfp4_pallas import debug
+from nvfp4_pallas import debug, recent
 from nvfp4_pallas.batch import RaggedBatch, check_batch
 from nvfp4_pallas.batch import slot_mapping as batch_slots
 from nvfp4_pallas.cache import PagedKVCache, PagePool, encode_rows, pool_arrays, put, with_arrays
@@ -46,6 +46,10 @@ def append(
   with the rounding of `format.encode` (nvfp4), saturating E4M3 of x / global_scale (fp8), or
   round to nearest (bf16). Where the cache has a rotation or a mean, rows are transformed first.
 
+  With a recent window (recent.py) rows go to the ring of their sequence instead, as bfloat16, and
+  the pages that have left the window are written from there; of a chunk that is longer than the
+  window, rows that are outside already go to the pages at once.
+
   Args:
     cache: donate it under jit, then no copy of it is made. Bytes that no slot names are returned
       bit-identical.
@@ -70,18 +74,39 @@ def append(
   check_kv(k, v, cache)
   if (batch is None) == (slot_mapping is None):
     raise ValueError("exactly one of batch and slot_mapping must be given")
+  if batch is None and cache.recent is not None:
+    raise ValueError("batch must be given, not slot_mapping, for a cache with a recent window")
   if batch is not None:
     check_batch(batch, num_tokens=k.shape[0], page_size=cache.page_size, appends=True)
+    recent.check_rings(cache.recent, batch)
     slot_mapping = batch_slots(batch, cache.page_size, k.shape[0])
   check_is_array("slot_mapping", slot_mapping)
   if slot_mapping.shape != k.shape[:1] or slot_mapping.dtype != jnp.int32:
     raise ValueError(
       f"slot_mapping must be int32 [{k.shape[0]}], got {slot_mapping.dtype} {slot_mapping.shape}"
     )
-  cache, k, v, slots = as_jax(cache, k, v, slot_mapping)
+  cache, k, v, slots, batch = as_jax(cache, k, v, slot_mapping, batch)
   debug.check_append(cache, batch, slots, k.shape[0])
   k, v = stored_rows(cache, k, v)
+  if cache.recent is not None and 0 not in (batch.num_seqs, batch.max_pages):
+    return _append_recent(cache, k, v, batch, slots, implementation)
   return resolve_append(append_request(cache, k, v), implementation).function(cache, k, v, slots)
+
+
+def _append_recent(cache: PagedKVCache, k, v, batch, page_slots, implementation) -> PagedKVCache:
+  window = cache.recent
+  assert window is not None
+  # A page's bits must not depend on whether a row came by way of the ring.
+  k, v = k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
+  moves = recent.plan_append(window, batch, page_slots, cache.page_size)
+  write = resolve_append(append_request(cache, k, v), implementation)
+  rings = recent.ring_cache(window)
+  pages = _MOVE[write.implementation](cache, rings, moves.leaving)
+  if k.shape[0] > window.tokens:  # else no sequence has a row that is outside already
+    pages = write.function(pages, k, v, moves.to_pages)
+  rings = write.function(rings, k, v, moves.to_rings)
+  window = dataclasses.replace(window, k=rings.k, v=rings.v, starts=moves.starts)
+  return dataclasses.replace(pages, recent=window)
 
 
 def append_request(cache: PagedKVCache, k: jax.Array, v: jax.Array) -> AppendRequest:
@@ -123,6 +148,21 @@ def _append_mosaic_sm90(cache: PagedKVCache, k, v, slots) -> PagedKVCache:
   return kernel.append(cache, k, v, slots, interpret=current_target().interpret)
 
 
+def _move_xla(cache: PagedKVCache, source: PagedKVCache, slots) -> PagedKVCache:
+  """Writes the tokens of bf16 pages to slots [num_pages * page_size] of another cache."""
+
+  def rows(pool):
+    return jnp.swapaxes(pool.data, 1, 2).reshape(-1, pool.num_kv_heads, pool.head_dim)
+
+  return _append_xla(cache, rows(source.k), rows(source.v), slots)
+
+
+def _move_mosaic_sm90(cache: PagedKVCache, source: PagedKVCache, slots) -> PagedKVCache:
+  from nvfp4_pallas.kernels import append_mosaic_sm90 as kernel
+
+  return kernel.move(cache, source, slots, interpret=current_target().interpret)
+
+
 def _mosaic_sm90_unsupported(request: AppendRequest) -> str | None:
   from nvfp4_pallas.kernels import append_mosaic_sm90 as kernel
 
@@ -133,3 +173,4 @@ _APPEND = {
   "mosaic_sm90": Entry(_append_mosaic_sm90, _mosaic_sm90_unsupported),
   "xla": Entry(_append_xla),
 }
+_MOVE = {"mosaic_sm90": _move_mosaic_sm90, "xla": _move_xla}

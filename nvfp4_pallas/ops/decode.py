@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nvfp4_pallas import attention, debug
+from nvfp4_pallas import attention, debug, recent
 from nvfp4_pallas.batch import RaggedBatch, check_one_token_each
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
@@ -68,6 +69,7 @@ def decode(
     q_levels=q_levels,
   )
   _check_one_token_each(q, batch)
+  recent.check_rings(cache.recent, batch)
   check_attention(q, cache, batch, spec, sinks)
   if num_splits is not None and (not isinstance(num_splits, int) or num_splits < 1):
     raise ValueError(f"num_splits must be a whole number of at least 1, got {num_splits}")
@@ -95,6 +97,7 @@ def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
   from nvfp4_pallas.kernels import decode_mosaic_sm90 as split_kv
 
   why_not = split_kv.unsupported(request)
+  plain = _decode_attention if not request.recent_window else _decode_parts
   if request.num_splits is not None:
     why_not = "it cuts the batch itself, and num_splits is given"
   elif current_target().interpret is not None:
@@ -102,7 +105,7 @@ def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
   if why_not is None:
     return _decode_split_kv, "by the split-KV kernel" + request.emulation
   why = f"by prefill's kernel, not the split-KV kernel: {why_not}"
-  return _decode_attention, why + request.emulation
+  return plain, why + request.emulation
 
 
 def _check_one_token_each(q, batch: RaggedBatch) -> None:
@@ -120,27 +123,41 @@ def _decode_xla(q, cache, batch, spec, num_splits, batch_invariant, sinks):
   if 0 in (batch.num_seqs, batch.max_pages):
     out = jnp.zeros((*q.shape[:2], cache.v.head_dim), jnp.float32)
     return out, jnp.full(q.shape[:2], attention.NEG_INF, jnp.float32)
+  wide = dataclasses.replace(spec, read_path="bf16")
+  counts, ring_keys = batch.kv_lens, None
+  if cache.recent is not None:
+    where = recent.spans(cache.recent, batch)
+    counts, ring_keys = where.start, attention.ring_keys(cache.recent, where)
   scales = None
   if spec.read_path == "nvfp4_a8q":
-    scales = attention.k_e4m3_scales(cache, batch.page_table, batch.kv_lens)
+    scales = attention.k_e4m3_scales(cache, batch.page_table, counts)
+  q_pages, q_wide = round_q(q, spec), round_q(q, wide)
 
-  def of_sequence(arguments):
-    q_row, page_row, kv_len, k_e4m3_scale = arguments
-    keys = attention.cached_keys(cache, page_row, kv_len, k_e4m3_scale)
-    position = kv_len - 1
+  def of_sequence(seq):
+    position = batch.kv_lens[seq] - 1
+    scale = None if scales is None else scales[seq]
+    keys = attention.cached_keys(cache, batch.page_table[seq], counts[seq], scale)
     begin, end = attention.visible_tiles(keys, position, position, spec)
     step = (end - begin + num_splits - 1) // num_splits
 
     def of_split(split):
       first = jnp.minimum(begin + split * step, end)
       tiles = first, jnp.minimum(first + step, end)
-      out, lse = attention.attend(q_row[None], position[None], keys, spec, tiles)
-      return out[0], lse[0]
+      return _attend(q_pages[seq], position, keys, spec, tiles)
 
-    out, lse = lax.map(of_split, jnp.arange(num_splits, dtype=jnp.int32))
-    return attention.add_sinks(merge_splits(out, lse), sinks)
+    state = merge_splits(*lax.map(of_split, jnp.arange(num_splits, dtype=jnp.int32)))
+    if ring_keys is not None:
+      newest = ring_keys(seq)
+      tiles = attention.visible_tiles(newest, position, position, wide)
+      state = attention.merge_two(state, _attend(q_wide[seq], position, newest, wide, tiles))
+    return attention.add_sinks(state, sinks)
 
-  return lax.map(of_sequence, (round_q(q, spec), batch.page_table, batch.kv_lens, scales))
+  return lax.map(of_sequence, jnp.arange(batch.num_seqs, dtype=jnp.int32))
+
+
+def _attend(q_row, position, keys, spec, tiles):
+  out, lse = attention.attend(q_row[None], position[None], keys, spec, tiles)
+  return out[0], lse[0]
 
 
 def _decode_split_kv(q, cache, batch, spec, num_splits, batch_invariant, sinks):
@@ -170,6 +187,20 @@ def _decode_attention(q, cache, batch, spec, num_splits, batch_invariant, sinks)
   return attention.add_sinks(state, sinks)
 
 
+def _decode_parts(q, cache, batch, spec, num_splits, batch_invariant, sinks):
+  """Pages and ring apart, merged by lse."""
+  where = recent.spans(cache.recent, batch)
+  paged = dataclasses.replace(batch, kv_lens=where.start)
+  pages = dataclasses.replace(cache, recent=None)
+  rings, ringed = recent.ring_cache(cache.recent), recent.ring_batch(cache.recent, batch, where)
+  wide = dataclasses.replace(spec, read_path="bf16")
+  states = (
+    _decode_attention(q, pages, paged, spec, num_splits, batch_invariant, None),
+    _decode_attention(q, rings, ringed, wide, num_splits, batch_invariant, None),
+  )
+  return attention.add_sinks(attention.merge_two(*states), sinks)
+
+
 def _splits_to_fill_a_gpu(cache: PagedKVCache, batch: RaggedBatch) -> int:
   """Splits for two programs a multiprocessor, none shorter than a few key tiles can be."""
   programs = batch.num_seqs * cache.num_kv_heads
@@ -182,6 +213,8 @@ def _mosaic_sm90_unsupported(request: AttentionRequest) -> str | None:
 
   if choose_kernel(request)[0] is _decode_split_kv:
     return None
+  if request.recent_window and request.spec.window is not None:
+    return "the kernels count a sliding window from a sequence's last page, not from its ring"
   return request.too_large or kernel.unsupported(request)
 
 

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from nvfp4_pallas import attention, debug
+from nvfp4_pallas import attention, debug, recent
 from nvfp4_pallas.batch import RaggedBatch, check_batch, token_places
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
-from nvfp4_pallas.ops import transforms
+from nvfp4_pallas.ops import prefill_recent, transforms
 from nvfp4_pallas.ops.checks import as_jax, check_attention, check_kv
 from nvfp4_pallas.ops.request import (
   AttentionRequest,
@@ -59,7 +59,8 @@ def prefill(
       num_q_heads is a multiple of the cache's num_kv_heads; query head h reads KV head
       h // (num_q_heads / num_kv_heads).
     cache: holds all kv_lens tokens of every sequence, this step's included (append first); with
-      `new_kv` only those before this step.
+      `new_kv` only those before this step. With a recent window and `new_kv`, call prefill before
+      append: afterwards less of what came before this step is wide.
     batch: which rows belong to which sequence and where its pages are.
     read_path: the numerics: `bf16`, `fp8`, `nvfp4_dequant`, `nvfp4_repack`, `nvfp4_a4q`,
       `nvfp4_a8q`.
@@ -98,6 +99,7 @@ def prefill(
     q_levels=q_levels,
   )
   check_attention(q, cache, batch, spec, sinks)
+  recent.check_rings(cache.recent, batch)
   if new_kv is not None:
     if not isinstance(new_kv, (tuple, list)) or len(new_kv) != 2:
       raise ValueError(f"new_kv must be a pair (k, v), got {type(new_kv).__name__}")
@@ -143,6 +145,10 @@ def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
 
 
 def _choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
+  if request.recent_window:
+    (run_pages, why), (run_ring, _) = map(_choose_kernel, prefill_recent.part_requests(request))
+    run = functools.partial(prefill_recent.attend, run_pages=run_pages, run_ring=run_ring)
+    return run, f"pages and ring apart, merged by lse; pages {why}"
   from nvfp4_pallas.kernels import tail_mosaic_sm90 as tail
   from nvfp4_pallas.ops import prefill_choice as whole_tiles
 
@@ -178,16 +184,23 @@ def _prefill_xla(q, cache, batch, spec, new_kv, sinks):
   if 0 in (q.shape[0], batch.num_seqs, batch.max_pages):  # no row sees a key
     out = jnp.zeros((*q.shape[:2], cache.v.head_dim), jnp.float32)
     return out, jnp.full(q.shape[:2], attention.NEG_INF, jnp.float32)
-  parts = [(round_q(q, spec), spec, _cached_source(cache, batch, spec, new_kv is not None))]
+  wide = dataclasses.replace(spec, read_path="bf16")
+  q_pages, q_wide = round_q(q, spec), round_q(q, wide)
+  counts = batch.kv_lens if new_kv is None else jnp.maximum(batch.kv_lens - batch.q_lens, 0)
+  parts = []
+  if cache.recent is not None:
+    where = recent.spans if new_kv is None else recent.past_spans
+    where = where(cache.recent, batch)
+    counts = where.start
+    parts.append((q_wide, wide, attention.ring_keys(cache.recent, where)))
+  parts.append((q_pages, spec, _cached_source(cache, batch, spec, counts)))
   if new_kv is not None:
-    wide = dataclasses.replace(spec, read_path="bf16")
-    parts.append((round_q(q, wide), wide, _wide_source(new_kv, batch)))
+    parts.append((q_wide, wide, _wide_source(new_kv, batch)))
   return _tiles_of_rows(parts, batch, sinks)
 
 
-def _cached_source(cache, batch, spec, past_only):
-  """seq -> Keys in the cache; with `past_only`, those before this step."""
-  counts = jnp.maximum(batch.kv_lens - batch.q_lens, 0) if past_only else batch.kv_lens
+def _cached_source(cache, batch, spec, counts):
+  """seq -> its first counts[seq] keys in the pages."""
   a8q = spec.read_path == "nvfp4_a8q"
   scales = attention.k_e4m3_scales(cache, batch.page_table, counts) if a8q else None
 
@@ -228,7 +241,7 @@ def _tiles_of_rows(parts, batch: RaggedBatch, sinks):
   padded = [jnp.pad(q, ((0, rows), (0, 0), (0, 0))) for q, _, _ in parts]
 
   def one_tile(tile):
-    seq = jnp.searchsorted(last_tile, tile, side="right").astype(jnp.int32)
+    seq = jnp.sum(tile >= last_tile, dtype=jnp.int32)
     seq = jnp.minimum(seq, batch.num_seqs - 1)
     row = (tile - first_tile[seq]) * rows
     start = batch.cu_q_lens[seq] + row
@@ -288,11 +301,26 @@ def _with_sinks(run, q, cache, batch, spec, sinks):
 def _mosaic_sm90_unsupported(request: AttentionRequest) -> str | None:
   from nvfp4_pallas.kernels import attention_mosaic_sm90 as kernel
 
+  if request.recent_window:
+    why_not = prefill_recent.unsupported(request)
+    parts = prefill_recent.part_requests(request)
+    if why_not is None and request.new_kv:
+      why_not = _rows_unsupported(parts[1])
+    return why_not or next(filter(None, map(_mosaic_sm90_unsupported, parts)), None)
   chosen, why = choose_kernel(request)
   if chosen is not _prefill_attention:
     return None
   why_not = request.too_large or kernel.unsupported(request)
   return None if why_not is None else f"{why}; and {why_not}"
+
+
+def _rows_unsupported(request: AttentionRequest) -> str | None:
+  """Why the kernel for this step's rows cannot run."""
+  from nvfp4_pallas.ops import prefill_choice
+
+  if current_target().interpret is not None:
+    return "PTX cannot be interpreted"
+  return prefill_choice.unsupported(dataclasses.replace(request, new_kv=True))
 
 
 _PREFILL = {

@@ -22,6 +22,7 @@ class AttentionRequest:
   Attributes:
     max_keys: what a row of the page table holds.
     max_workspace_bytes: that a kernel may take beside its results; decode takes none.
+    recent_window: the cache's; 0 for none.
     the rest: as in ops.prefill.
   """
 
@@ -39,6 +40,7 @@ class AttentionRequest:
   num_splits: int | None
   max_keys: int
   max_workspace_bytes: int
+  recent_window: int = 0
 
   @property
   def emulation(self) -> str:
@@ -81,6 +83,7 @@ def attention_request(
     num_splits=num_splits,
     max_keys=max_pages * cache.page_size,
     max_workspace_bytes=max_workspace_bytes,
+    recent_window=0 if cache.recent is None else cache.recent.tokens,
   )
 
 

@@ -1,0 +1,217 @@
+"""The recent window: which tokens of a sequence are wide, and where they lie.
+
+Almost all that an FP4 cache costs in quality comes from the newest tokens, which every query reads
+most. With a window of W tokens and pages of P, a sequence of n tokens has
+
+    [0, start)   in the pages, in the cache's formats
+    [start, n)   in its ring, bfloat16            start = floor(max(n - W, 0) / P) * P
+
+so that W to W + P - 1 tokens are wide, pages are written whole, once, and can be shared as soon as
+they are. `starts` in the cache remembers start, which never falls: a sequence that begins with
+shared pages has no wide copy of them, and one that gives up some of its newest tokens (rejected
+drafts, up to W of them) still finds the others where they are.
+
+A ring is ring_pages = ceil(W / P) + 1 pages of a bf16 pool. It can be read as a paged cache of its
+own, whose page table `ring_table` makes: attention over all tokens is attention over the pages
+merged by lse with attention over the ring.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from nvfp4_pallas.batch import RaggedBatch, token_places
+from nvfp4_pallas.cache import PagedKVCache, RecentWindow, check_cache, put, take
+
+
+@dataclasses.dataclass(frozen=True)
+class Spans:
+  """What of each sequence is where; int32 [num_seqs].
+
+  Attributes:
+    ring: its ring, num_rings where it has none.
+    start: the first token that is not in the pages.
+    end: the tokens there are.
+  """
+
+  ring: jax.Array
+  start: jax.Array
+  end: jax.Array
+
+
+def past_spans(recent: RecentWindow, batch: RaggedBatch) -> Spans:
+  """Of the tokens before this step, whether they were appended already or not."""
+  ring, has_ring = _rings(recent, batch)
+  end = jnp.maximum(batch.kv_lens - batch.q_lens, 0)
+  # A sequence that begins has no past, whatever the ring's last one left in `starts`.
+  start = jnp.minimum(recent.starts.at[ring].get(mode="clip"), end)
+  return Spans(ring, jnp.where(has_ring, start, end), end)
+
+
+def spans(recent: RecentWindow, batch: RaggedBatch) -> Spans:
+  """Of all tokens, once this step's are appended."""
+  ring, has_ring = _rings(recent, batch)
+  start = jnp.minimum(recent.starts.at[ring].get(mode="clip"), batch.kv_lens)
+  return Spans(ring, jnp.where(has_ring, start, batch.kv_lens), batch.kv_lens)
+
+
+def _rings(recent: RecentWindow, batch: RaggedBatch) -> tuple[jax.Array, jax.Array]:
+  ids = batch.ring_ids
+  if ids is None:
+    ids = jnp.arange(batch.num_seqs, dtype=jnp.int32)
+  has_ring = (ids >= 0) & (ids < recent.num_rings)
+  return jnp.where(has_ring, ids, recent.num_rings), has_ring
+
+
+def check_rings(recent: RecentWindow | None, batch: RaggedBatch) -> None:
+  """Raises ValueError where a batch without ring_ids has more sequences than rings."""
+  if recent is None or batch.ring_ids is not None or batch.num_seqs <= recent.num_rings:
+    return
+  raise ValueError(
+    f"batch.ring_ids must be given for {batch.num_seqs} sequences and {recent.num_rings} rings"
+  )
+
+
+def ring_cache(recent: RecentWindow) -> PagedKVCache:
+  """The rings as a paged cache."""
+  return PagedKVCache(recent.k, recent.v)
+
+
+def ring_table(recent: RecentWindow, where: Spans) -> jax.Array:
+  """int32 [num_seqs, ring_pages]: the ring's page of token start + i * page_size."""
+  count = recent.ring_pages
+  first = where.start // recent.k.page_size
+  index = (first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]) % count
+  return where.ring[:, None] * count + index
+
+
+def ring_batch(recent: RecentWindow, batch: RaggedBatch, where: Spans) -> RaggedBatch:
+  """The batch as it reads the rings: the keys from start to end, this step's rows the newest."""
+  return RaggedBatch(ring_table(recent, where), where.end - where.start, batch.cu_q_lens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moves:
+  """Where an append writes; slots are page * page_size + offset, -1 for nowhere.
+
+  Attributes:
+    leaving: int32 [tokens of all rings], for each place of the rings, in the order of their pages:
+      the slot of the pages to which its token moves.
+    to_pages: int32 [tokens], new rows that go to the pages at once.
+    to_rings: int32 [tokens], slots in the rings of the others.
+    starts: int32 [num_rings], afterwards.
+  """
+
+  leaving: jax.Array
+  to_pages: jax.Array
+  to_rings: jax.Array
+  starts: jax.Array
+
+
+def plan_append(
+  recent: RecentWindow, batch: RaggedBatch, page_slots: jax.Array, page_size: int
+) -> Moves:
+  """What an append of this step's rows moves.
+
+  Args:
+    page_slots: int32 [tokens], batch.slot_mapping of the pages.
+  """
+  past = past_spans(recent, batch)
+  has_ring = past.ring < recent.num_rings
+  left = jnp.maximum(batch.kv_lens - recent.tokens, 0) // page_size * page_size
+  start = jnp.where(has_ring, jnp.maximum(past.start, left), batch.kv_lens)
+
+  # Ring to pages: tokens past.start .. min(start, past.end) of each sequence.
+  table = ring_table(recent, past)
+  position = past.start[:, None, None] + jnp.arange(
+    recent.ring_pages * page_size, dtype=jnp.int32
+  ).reshape(1, recent.ring_pages, page_size)
+  leaves = has_ring[:, None, None] & (position < jnp.minimum(start, past.end)[:, None, None])
+  page = jnp.take_along_axis(
+    batch.page_table,
+    jnp.clip(position[:, :, 0] // page_size, 0, max(batch.max_pages - 1, 0)),
+    axis=1,
+  )
+  offset = position % page_size
+  in_reach = (page >= 0) & (page < (2**31 - 1) // page_size)
+  target = jnp.where(leaves & in_reach[..., None], page[..., None] * page_size + offset, -1)
+  nowhere = jnp.full((recent.k.num_pages, page_size), -1, jnp.int32)
+  # A sequence without a ring names pages past the last one, which are dropped.
+  leaving = nowhere.at[table].set(target, mode="drop").reshape(-1)
+
+  seq, place, real = token_places(batch, page_slots.shape[0])
+  stays = real & has_ring[seq] & (place >= start[seq])
+  ring_page = past.ring[seq] * recent.ring_pages + place // page_size % recent.ring_pages
+  return Moves(
+    leaving=leaving,
+    to_pages=jnp.where(stays, -1, page_slots),
+    to_rings=jnp.where(stays, ring_page * page_size + place % page_size, -1),
+    starts=recent.starts.at[past.ring].set(start, mode="drop"),
+  )
+
+
+def open_rings(cache: PagedKVCache, ring_ids: jax.Array, kv_lens: jax.Array) -> PagedKVCache:
+  """Gives rings to sequences whose first kv_lens tokens are in pages already (a shared prefix).
+
+  One that begins with its first token needs no call: append gives it its ring.
+
+  Args:
+    ring_ids: int32 [n]; one that is no ring's number is skipped.
+    kv_lens: int32 [n], multiples of page_size: whole pages only can be shared.
+
+  Raises:
+    ValueError: an argument breaks a rule (message: argument, rule, value).
+  """
+  recent = _recent_of(cache)
+  for name, array in (("ring_ids", ring_ids), ("kv_lens", kv_lens)):
+    if array.ndim != 1 or array.dtype != jnp.int32:
+      raise ValueError(f"{name} must be int32 [n], got {array.dtype} {array.shape}")
+  if ring_ids.shape != kv_lens.shape:
+    raise ValueError(
+      f"ring_ids and kv_lens must be equally long, got {ring_ids.shape=} {kv_lens.shape=}"
+    )
+  if not isinstance(kv_lens, Tracer) and (kv_lens % cache.page_size).any():
+    raise ValueError(f"kv_lens must be multiples of page_size {cache.page_size}, got {kv_lens}")
+  ids = jnp.where(ring_ids < 0, recent.num_rings, ring_ids)
+  starts = recent.starts.at[ids].set(kv_lens, mode="drop")
+  return dataclasses.replace(cache, recent=dataclasses.replace(recent, starts=starts))
+
+
+def copy_rings(cache: PagedKVCache, source: jax.Array, target: jax.Array) -> PagedKVCache:
+  """Copies rings (fork): ring target[i] becomes what ring source[i] was.
+
+  Args:
+    cache: donated under jit; other rings are returned bit-identical.
+    source, target: int32 [n]. A pair with either outside [0, num_rings) is skipped.
+  """
+  recent = _recent_of(cache)
+  for name, ids in (("source", source), ("target", target)):
+    if ids.ndim != 1 or ids.dtype != jnp.int32:
+      raise ValueError(f"{name} must be int32 [n], got {ids.dtype} {ids.shape}")
+  if source.shape != target.shape:
+    raise ValueError(f"source and target must be equally long, got {source.shape=} {target.shape=}")
+  known = (source >= 0) & (source < recent.num_rings) & (target >= 0)
+  where = jnp.where(known, target, recent.num_rings)
+
+  def pages(ids):
+    first = ids[:, None] * recent.ring_pages
+    return (first + jnp.arange(recent.ring_pages, dtype=jnp.int32)[None]).reshape(-1)
+
+  def copy(pool):
+    rows = take(pool.data, (pages(source),), mode="clip")
+    return dataclasses.replace(pool, data=put(pool.data, (pages(where),), rows))
+
+  starts = recent.starts.at[where].set(recent.starts.at[source].get(mode="clip"), mode="drop")
+  copied = RecentWindow(copy(recent.k), copy(recent.v), starts, recent.tokens)
+  return dataclasses.replace(cache, recent=copied)
+
+
+def _recent_of(cache: PagedKVCache) -> RecentWindow:
+  check_cache(cache)
+  if cache.recent is None:
+    raise ValueError("cache must have a recent window, this one was created without")
+  return cache.recent
