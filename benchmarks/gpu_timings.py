@@ -175,10 +175,14 @@ def step_times(seqs: int, recent_window: int, copy_rate: float) -> Row:
   whole = dataclasses.replace(first, cu_q_lens=jnp.asarray(np.cumsum([0, *lens]), jnp.int32))
   state[0] = append(state[0], fill, fill, whole)
 
-  def call(step):
-    state[0] = append(state[0], k, v, dataclasses.replace(first, kv_lens=first.kv_lens + step))
+  batches = [
+    dataclasses.replace(first, kv_lens=first.kv_lens + step) for step in range(1, 1 + steps)
+  ]
 
-  calls = [functools.partial(call, 1 + step) for step in range(steps)]
+  def call(batch):
+    state[0] = append(state[0], k, v, batch)
+
+  calls = [functools.partial(call, batch) for batch in batches]
   times = kernel_times(calls, wait=lambda _: jax.block_until_ready(state[0]))
   levers = f"w{recent_window}" if recent_window else None
   return bare_row("append", "a step of a batch", seqs, 1, "nvfp4", None, None, times, levers=levers)
