@@ -146,9 +146,9 @@ def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
 
 def _choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
   if request.recent_window:
-    (run_pages, why), (run_ring, _) = map(_choose_kernel, prefill_recent.part_requests(request))
-    run = functools.partial(prefill_recent.attend, run_pages=run_pages, run_ring=run_ring)
-    return run, f"pages and ring apart, merged by lse; pages {why}"
+    parts = [_choose_kernel(part) for part in prefill_recent.part_requests(request)]
+    run = functools.partial(prefill_recent.attend, runs=[run for run, _ in parts])
+    return run, f"pages and ring apart, merged by lse; pages {parts[0][1]}"
   from nvfp4_pallas.kernels import tail_mosaic_sm90 as tail
   from nvfp4_pallas.ops import prefill_choice as whole_tiles
 
