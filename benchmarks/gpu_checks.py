@@ -200,7 +200,12 @@ def append_by(implementation: str):
 def check_append() -> str:
   r = np.random.default_rng(1)
   wrong = 0
-  for k_format, v_format in (("nvfp4", "nvfp4"), ("fp8", "nvfp4"), ("bf16", "bf16")):
+  for k_format, v_format, scale_search in (
+    ("nvfp4", "nvfp4", "amax"),
+    ("nvfp4", "nvfp4", "four_over_six"),
+    ("fp8", "nvfp4", "amax"),
+    ("bf16", "bf16", "amax"),
+  ):
     scale = 1.0 if k_format == "bf16" else jnp.asarray([0.3, 1.0, 2.7])
     cache = nv.PagedKVCache.create(
       num_pages=9,
@@ -211,6 +216,7 @@ def check_append() -> str:
       k_format=k_format,
       v_format=v_format,
       k_global_scale=scale,
+      scale_search=scale_search,
     )
     cache = jax.tree.map(
       lambda a: (

@@ -98,13 +98,15 @@ class LayoutTest(TestCase):
 
 
 class CreateTest(TestCase):
-  def test_global_scale_survives_donation(self):
+  def test_what_the_caller_gave_survives_donation(self):
     scale = jnp.asarray([0.5, 1.0, 2.0], jnp.float32)
-    cache = small_cache(k_global_scale=scale, v_global_scale=scale)
+    mean = jnp.ones((3, 64))
+    cache = small_cache(k_global_scale=scale, v_global_scale=scale, k_mean=mean)
     x = jnp.ones((1, 3, 64), jnp.bfloat16)
     append = jax.jit(lambda c, x, s: nv.append(c, x, x, slot_mapping=s), donate_argnums=0)
     append(cache, x, jnp.zeros((1,), jnp.int32))
     np.testing.assert_array_equal(scale, [0.5, 1.0, 2.0])
+    np.testing.assert_array_equal(mean, 1)
 
   @parameterized.parameters(
     ("bf16", None, 4.0), ("fp8", None, 2.0), ("nvfp4", None, 9 / 8), ("fp8", "nvfp4", 25 / 16)

@@ -68,7 +68,7 @@ def prefill(
     causal: False lets every query see all keys of its sequence.
     sm_scale: factor on the scores; None is 1 / sqrt(head_dim).
     window: see only the newest `window` keys up to the own position, that one included.
-    soft_cap: scores become soft_cap * tanh(score / soft_cap).
+    soft_cap: scores become soft_cap * tanh(score / soft_cap). Not for a cache with a k_mean.
     sinks: float [num_q_heads], one more logit per head in the softmax's denominator.
     q_levels: NVFP4 levels of Q for `nvfp4_a4q`: 1, or 2 with a packed residual.
     new_kv: this step's (k, v) [tokens, num_kv_heads, dim] in wide form: they are attended to as
