@@ -120,10 +120,8 @@ def plan_append(
   Args:
     page_slots: int32 [tokens], batch.slot_mapping of the pages.
   """
-  past = past_spans(recent, batch)
+  past, start = past_spans(recent, batch), start_after(recent, batch, page_size)
   has_ring = past.ring < recent.num_rings
-  left = jnp.maximum(batch.kv_lens - recent.tokens, 0) // page_size * page_size
-  start = jnp.where(has_ring, jnp.maximum(past.start, left), batch.kv_lens)
 
   # Ring to pages: tokens past.start .. min(start, past.end) of each sequence.
   table = ring_table(recent, past)
@@ -150,8 +148,25 @@ def plan_append(
     leaving=leaving,
     to_pages=jnp.where(stays, -1, page_slots),
     to_rings=jnp.where(stays, ring_page * page_size + place % page_size, -1),
-    starts=recent.starts.at[past.ring].set(start, mode="drop"),
+    starts=starts_after(recent, batch, page_size),
   )
+
+
+def start_after(recent: RecentWindow, batch: RaggedBatch, page_size: int) -> jax.Array:
+  """int32 [num_seqs]: what of each sequence is in the pages once this step is appended."""
+  past = past_spans(recent, batch)
+  outside = jnp.maximum(batch.kv_lens - recent.tokens, 0) // page_size * page_size
+  has_ring = past.ring < recent.num_rings
+  return jnp.where(has_ring, jnp.maximum(past.start, outside), batch.kv_lens)
+
+
+def starts_after(recent: RecentWindow, batch: RaggedBatch, page_size: int) -> jax.Array:
+  """int32 [num_rings]: recent.starts once this step is appended."""
+  start, (ring, _) = start_after(recent, batch, page_size), _rings(recent, batch)
+  # No scatter: on a GPU it is a kernel more.
+  mine = ring[None, :] == jnp.arange(recent.num_rings, dtype=jnp.int32)[:, None]
+  found = jnp.max(jnp.where(mine, start[None, :], -1), axis=1, initial=-1)
+  return jnp.where(found < 0, recent.starts, found)
 
 
 def open_rings(cache: PagedKVCache, ring_ids: jax.Array, kv_lens: jax.Array) -> PagedKVCache:

@@ -36,7 +36,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from nvfp4_pallas import cache as kv_cache
 from nvfp4_pallas import format as nvfp4
-from nvfp4_pallas.kernels import append_ptx, common, ptx_launch
+from nvfp4_pallas.batch import RaggedBatch
+from nvfp4_pallas.kernels import append_ptx, append_recent_ptx, common, ptx_launch
 from nvfp4_pallas.kernels.common import u32
 
 
@@ -84,6 +85,75 @@ def move(
     return jnp.swapaxes(pool.data, 1, 2).reshape(-1, pool.num_kv_heads, pool.head_dim)
 
   return append(cache, rows(source.k), rows(source.v), slots, interpret=interpret)
+
+
+def append_step(
+  cache: kv_cache.PagedKVCache,
+  k: jax.Array,
+  v: jax.Array,
+  batch: RaggedBatch,
+  starts: jax.Array,
+) -> kv_cache.PagedKVCache:
+  """Rows of a step to the rings, and what leaves those to the pages; see append_recent_ptx.py.
+
+  Args:
+    cache: with a recent window; donated under jit, it is updated in place.
+    k, v: bfloat16 [tokens, num_kv_heads, head_dim], no more than the window's tokens.
+    starts: int32 [num_rings], recent.starts afterwards.
+  """
+  window = cache.recent
+  assert window is not None
+  step = append_recent_ptx.Step(
+    window.tokens, window.num_rings, window.ring_pages, batch.num_seqs, batch.max_pages
+  )
+  program, programs = append_recent_ptx.append_program(page_rows(cache.k), page_rows(cache.v), step)
+  ids = batch.ring_ids
+  arrays = {
+    "kv_lens": batch.kv_lens,
+    "cu_q_lens": batch.cu_q_lens,
+    "ring_ids": jnp.arange(batch.num_seqs, dtype=jnp.int32) if ids is None else ids,
+    "starts": window.starts,
+    "table": batch.page_table,
+  }
+  refs = {}
+  for name, pool, ring, x in (("k", cache.k, window.k, k), ("v", cache.v, window.v, v)):
+    pages = zip(("data", "block_scale"), kv_cache.pool_arrays(pool), strict=False)
+    mine = {f"{name}_{array}": jax.new_ref(a) for array, a in pages}
+    mine[f"{name}_ring"] = jax.new_ref(ring.data)
+    refs |= mine
+    arrays |= mine | {f"{name}_rows": x}
+    if pool.global_scale is not None:
+      arrays[f"{name}_global_scale"] = pool.global_scale
+  ptx_launch.Kernel(
+    "kv_append_step", program, programs, 0, {}, threads=append_recent_ptx.THREADS
+  ).launch(arrays)
+  written = {name: jax.freeze(ref) for name, ref in refs.items()}
+
+  def pool_of(name: str, pool: kv_cache.PagePool) -> kv_cache.PagePool:
+    names = (f"{name}_{array}" for array in ("data", "block_scale"))
+    return kv_cache.with_arrays(pool, tuple(written[n] for n in names if n in written))
+
+  rings = {
+    name: dataclasses.replace(pool, data=written[f"{name}_ring"])
+    for name, pool in (("k", window.k), ("v", window.v))
+  }
+  return dataclasses.replace(
+    cache,
+    k=pool_of("k", cache.k),
+    v=pool_of("v", cache.v),
+    recent=dataclasses.replace(window, **rings, starts=starts),
+  )
+
+
+def step_supported(cache: kv_cache.PagedKVCache, tokens: int, interpret) -> bool:
+  """Whether append_step can run a step of so many rows."""
+  window = cache.recent
+  assert window is not None
+  return (
+    interpret is None
+    and tokens <= window.tokens
+    and all(append_ptx.supports(page_rows(p)) for p in (cache.k, cache.v, window.k, window.v))
+  )
 
 
 def unsupported(request, interpret) -> str | None:

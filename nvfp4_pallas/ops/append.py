@@ -88,7 +88,7 @@ def append(
   cache, k, v, slots, batch = as_jax(cache, k, v, slot_mapping, batch)
   debug.check_append(cache, batch, slots, k.shape[0])
   k, v = stored_rows(cache, k, v)
-  if cache.recent is not None and 0 not in (batch.num_seqs, batch.max_pages):
+  if cache.recent is not None and 0 not in (k.shape[0], batch.num_seqs, batch.max_pages):
     return _append_recent(cache, k, v, batch, slots, implementation)
   return resolve_append(append_request(cache, k, v), implementation).function(cache, k, v, slots)
 
@@ -98,8 +98,14 @@ def _append_recent(cache: PagedKVCache, k, v, batch, page_slots, implementation)
   assert window is not None
   # A page's bits must not depend on whether a row came by way of the ring.
   k, v = k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
-  moves = recent.plan_append(window, batch, page_slots, cache.page_size)
   write = resolve_append(append_request(cache, k, v), implementation)
+  if write.implementation == "mosaic_sm90":
+    from nvfp4_pallas.kernels import append_mosaic_sm90 as kernel
+
+    if kernel.step_supported(cache, k.shape[0], current_target().interpret):
+      starts = recent.starts_after(window, batch, cache.page_size)
+      return kernel.append_step(cache, k, v, batch, starts)
+  moves = recent.plan_append(window, batch, page_slots, cache.page_size)
   rings = recent.ring_cache(window)
   pages = _MOVE[write.implementation](cache, rings, moves.leaving)
   if k.shape[0] > window.tokens:  # else no sequence has a row that is outside already
