@@ -13,7 +13,7 @@ import sys
 import jax
 import numpy as np
 
-from benchmarks import activations, smollm
+from benchmarks import activations, llama, llama_files
 
 NUM_TOKENS = 256
 
@@ -32,18 +32,18 @@ MAX_STEP = 2.0**-7
 
 
 def compute() -> list[activations.Activations]:
-  model, tokenizer = smollm.load(smollm.fetch_gguf())
+  source = llama_files.load()
   # No start token: the passage reads as a cut from a longer text.
-  token_ids = np.array(tokenizer.encode(activations.read_passage()).ids[:NUM_TOKENS], np.int32)
+  token_ids = np.array(source.encode(activations.read_passage())[:NUM_TOKENS], np.int32)
   if token_ids.size < NUM_TOKENS:
     raise ValueError(f"the passage has {token_ids.size} tokens, needs {NUM_TOKENS=}")
   provenance = activations.Provenance(
-    wheel=smollm.WHEEL,
-    gguf_sha256=smollm.GGUF_SHA256,
+    wheel=llama_files.WHEEL,
+    gguf_sha256=llama_files.GGUF_SHA256,
     passage_sha256=activations.passage_sha256(),
   )
-  captured = smollm.capture_attention_inputs(model, token_ids)
-  return [activations.Activations(i, *captured[i], token_ids, provenance) for i in LAYERS]
+  q, k, v = llama.capture_attention_inputs(source.model, token_ids)
+  return [activations.Activations(i, q[i], k[i], v[i], token_ids, provenance) for i in LAYERS]
 
 
 @dataclasses.dataclass(frozen=True)

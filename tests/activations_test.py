@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
 
-from benchmarks import activations, make_fixture, smollm
+from benchmarks import activations, llama, llama_files, make_fixture
 from tests.base import TestCase
 
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 9, 3, 64
@@ -51,8 +51,8 @@ class FixtureTest(TestCase):
 
   def test_provenance_is_what_the_generator_would_use(self):
     for a in self.layers:
-      self.assertEqual(a.provenance.wheel, smollm.WHEEL)
-      self.assertEqual(a.provenance.gguf_sha256, smollm.GGUF_SHA256)
+      self.assertEqual(a.provenance.wheel, llama_files.WHEEL)
+      self.assertEqual(a.provenance.gguf_sha256, llama_files.GGUF_SHA256)
       self.assertEqual(a.provenance.passage_sha256, activations.passage_sha256())
 
   def test_saved_layers_load_unchanged(self):
@@ -84,15 +84,15 @@ class FixtureTest(TestCase):
 
   def test_first_token_attends_to_itself(self):
     for a in self.layers:
-      out = smollm.dense_causal_attention(a.layer, a.q, a.k, a.v)
+      out = llama.dense_causal_attention(a.q, a.k, a.v)
       v = jnp.repeat(a.v[0].astype(jnp.float32), NUM_Q_HEADS // NUM_KV_HEADS, axis=0)
       np.testing.assert_allclose(out[0], v, rtol=1e-6)
 
   def test_later_tokens_do_not_reach_back(self):
     a, cut = self.layers[0], 100
     k, v = (x.at[cut:].set(7.0) for x in (a.k, a.v))
-    expected = smollm.dense_causal_attention(a.layer, a.q, a.k, a.v)
-    out = smollm.dense_causal_attention(a.layer, a.q, k, v)
+    expected = llama.dense_causal_attention(a.q, a.k, a.v)
+    out = llama.dense_causal_attention(a.q, k, v)
     np.testing.assert_array_equal(out[:cut], expected[:cut])
     self.assertFalse(np.array_equal(out[cut:], expected[cut:]))
 
@@ -105,37 +105,34 @@ class FixtureTest(TestCase):
       preferred = (position[None] == 0) | ((age >= 0) & (age < 16))
       # One-hot values make the output the attention weights, [T, q_heads, T].
       one_hot = jnp.broadcast_to(jnp.eye(tokens)[:, None], (tokens, NUM_KV_HEADS, tokens))
-      weights = np.asarray(smollm.dense_causal_attention(a.layer, a.q, a.k, one_hot))
+      weights = np.asarray(llama.dense_causal_attention(a.q, a.k, one_hot))
       share = np.sum(weights * preferred[:, None], axis=-1)[64:].mean()
       uniform_share = np.mean(17 / (position[64:] + 1))
       self.assertGreater(share, 2 * uniform_share)
 
 
-def tiny_model() -> smollm.Model:
+def tiny_model() -> llama.Model:
   """Two layers of random weights in SmolLM2's form: 4 query heads, 2 key/value heads of 8."""
   hidden, inner, vocab = 32, 48, 50
   rng = np.random.default_rng(0)
 
   def matrix(rows: int, columns: int) -> jax.Array:
-    return jnp.asarray(rng.normal(0, rows**-0.5, (rows, columns)), jnp.float32)
+    return jnp.asarray(rng.normal(0, rows**-0.5, (2, rows, columns)), jnp.float32)
 
-  def layer() -> smollm.Layer:
-    return smollm.Layer(
-      attn_norm=jnp.ones(hidden),
+  return llama.Model(
+    config=llama.Config(4, 2, 8, rope_base=1e4, rms_eps=1e-5),
+    embedding=jnp.asarray(rng.normal(size=(vocab, hidden)), jnp.float32),
+    layers=llama.Layers(
+      attn_norm=jnp.ones((2, hidden)),
       wq=matrix(hidden, 32),
       wk=matrix(hidden, 16),
       wv=matrix(hidden, 16),
       wo=matrix(32, hidden),
-      ffn_norm=jnp.ones(hidden),
+      ffn_norm=jnp.ones((2, hidden)),
       w_gate=matrix(hidden, inner),
       w_up=matrix(hidden, inner),
       w_down=matrix(inner, hidden),
-    )
-
-  return smollm.Model(
-    config=smollm.Config(4, 2, 8, rope_base=1e4, rms_eps=1e-5),
-    embedding=jnp.asarray(rng.normal(size=(vocab, hidden)), jnp.float32),
-    layers=(layer(), layer()),
+    ),
     norm=jnp.ones(hidden),
   )
 
@@ -146,7 +143,7 @@ class ModelTest(TestCase):
   def test_later_tokens_do_not_reach_back(self):
     model, ids = tiny_model(), np.arange(12)
     changed = np.where(np.arange(12) < 8, ids, 40)
-    a, b = (smollm.logits(model, smollm.hidden_states(model, x)) for x in (ids, changed))
+    a, b = (llama.logits(model, llama.hidden_states(model, x)) for x in (ids, changed))
     self.assertEqual(a.shape, (12, 50))
     np.testing.assert_array_equal(a[:8], b[:8])
     self.assertFalse(np.array_equal(a[8:], b[8:]))
@@ -155,32 +152,37 @@ class ModelTest(TestCase):
     # The same tokens four places later, with the four new ones hidden from them.
     model, ids = tiny_model(), np.arange(12)
 
-    def hide_first_four(layer_index, q, k, v):
-      late = smollm.dense_causal_attention(layer_index, q[4:], k[4:], v[4:])
-      return jnp.concatenate([q[:4], late])
+    def hide_first_four(state, q, k, v):
+      late = llama.dense_causal_attention(q[4:], k[4:], v[4:])
+      return jnp.concatenate([q[:4], late]), state
 
-    expected = smollm.hidden_states(model, ids)
-    shifted = smollm.hidden_states(model, np.concatenate([ids[:4], ids]), hide_first_four)
+    expected = llama.hidden_states(model, ids)
+    shifted = llama.hidden_states(model, np.concatenate([ids[:4], ids]), hide_first_four)
     np.testing.assert_allclose(shifted[4:], expected, atol=2e-5)
 
   def test_capture_rounds_what_the_attention_gets(self):
-    model, ids, seen = tiny_model(), np.arange(12), []
+    model, ids = tiny_model(), np.arange(12)
 
-    def attention(layer_index, q, k, v):
-      seen.append((q, k, v))
-      return smollm.dense_causal_attention(layer_index, q, k, v)
+    def attention(_, q, k, v):
+      return llama.dense_causal_attention(q, k, v), (q, k, v)
 
-    smollm.hidden_states(model, ids, attention)
-    captured = smollm.capture_attention_inputs(model, ids)
-    self.assertLen(captured, 2)
-    for arrays, rounded in zip(seen, captured, strict=True):
-      for x, y in zip(arrays, rounded, strict=True):
-        np.testing.assert_array_equal(x.astype(jnp.bfloat16), y)
+    positions, rope = jnp.arange(12, dtype=jnp.int32), llama.rope_table(model.config, 12)
+    run = jax.jit(lambda model: llama.forward(model, ids, positions, rope, None, attention)[1])
+    captured = llama.capture_attention_inputs(model, ids)
+    for x, rounded in zip(run(model), captured, strict=True):
+      self.assertEqual(x.shape[0], 2)
+      np.testing.assert_array_equal(x.astype(jnp.bfloat16), rounded)
+
+  def test_untied_output(self):
+    model = tiny_model()
+    hidden = llama.hidden_states(model, np.arange(12))
+    untied = dataclasses.replace(model, output=-model.embedding)
+    np.testing.assert_array_equal(llama.logits(untied, hidden), -llama.logits(model, hidden))
 
   def test_missing_package_names_the_extra(self):
     with mock.patch.dict(sys.modules, {"gguf": None}):
       with self.assertRaisesRegex(ImportError, r"pip install nvfp4_pallas\[quality\]"):
-        smollm.load(pathlib.Path("unused"))
+        llama_files.load(pathlib.Path("unused"))
 
 
 if __name__ == "__main__":
