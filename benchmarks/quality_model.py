@@ -145,7 +145,7 @@ class Run:
     source: llama_files.Source,
     material: quality_texts.Material,
     plan: Plan,
-    implementation: str,
+    implementation: str | None,
   ):
     self.source, self.plan, self.implementation = source, plan, implementation
     self.model = source.model
