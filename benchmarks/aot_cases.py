@@ -247,6 +247,21 @@ CASES = (
   Case(
     "append/bf16_8192", lambda: append("bf16", "bf16", tokens=8192), 32, (0,), max_instructions=90
   ),
+  # Two candidates and their errors: 45 instructions a value, not 11.
+  Case(
+    "append/four_over_six",
+    lambda: append("nvfp4", "nvfp4", scale_search="four_over_six"),
+    80,
+    (0,),
+    max_instructions=1500,
+  ),
+  Case(
+    "append/four_over_six_8192",
+    lambda: append("nvfp4", "nvfp4", tokens=8192, scale_search="four_over_six"),
+    96,
+    (0,),
+    max_instructions=2900,
+  ),
   Case("append/float16", lambda: append("nvfp4", "fp8", dtype=jnp.float16), 144, donate=(0,)),
   Case(
     "append/nvfp4_bf16_dims_80_256",

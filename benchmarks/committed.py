@@ -107,13 +107,14 @@ def _what(row: dict) -> str:
     return f"nvfp4_a4q x{row['q_levels']}"
   if row["read_path"] and row["data"].endswith("no mask"):
     return f"{row['read_path']}, no mask"
+  what = row["read_path"] or "-"
   if "global scale" in row["data"]:
-    return f"g {row['data'].split()[-1]}"
-  return row["read_path"] or "-"
+    what = f"g {row['data'].split()[-1]}"
+  return f"{what.removeprefix('nvfp4_')} {row['levers']}" if row.get("levers") else what
 
 
 _SHAPE = ("phase", "batch", "q_len", "kv_len")
-_OPTIONS = ("page_size", "batch_invariant")
+_OPTIONS = ("page_size", "batch_invariant", "levers")
 _PEERS = {
   "fp8": ((*_SHAPE, *_OPTIONS), {"implementation": "mosaic_sm90", "k_format": "fp8"}),
   "cudnn": (_SHAPE, {"implementation": "cudnn"}),  # it has neither pages nor a choice

@@ -58,6 +58,139 @@ def check_pack() -> str:
   return "check pack and unpack: every byte equals the definition"
 
 
+RECENT: tuple[tuple[int, int, tuple[str, str], dict[str, Any]], ...] = (
+  # Window, page size, formats, options of the cache.
+  (40, 16, ("nvfp4", "nvfp4"), {"scale_search": "four_over_six"}),
+  (64, 64, ("nvfp4", "nvfp4"), {}),
+  (64, 32, ("fp8", "nvfp4"), {}),
+)
+
+
+def check_recent() -> str:
+  """Steps over a cache with a recent window: every byte as by the definition on the CPU, and
+  attention over pages, rings and new rows against float64."""
+  worst, heads, group, dim = 0.0, 2, 4, 128
+  for window, page_size, formats, options in RECENT:
+    r = np.random.default_rng(7)
+    seqs, pages = 5, -(-800 // page_size)
+    create = functools.partial(
+      nv.PagedKVCache.create,
+      num_pages=seqs * pages,
+      page_size=page_size,
+      num_kv_heads=heads,
+      head_dim=dim,
+      k_format=formats[0],
+      v_format=formats[1],
+      recent_window=window,
+      num_rings=seqs,
+      **options,
+    )
+    table = jnp.asarray(r.permutation(seqs * pages).reshape(seqs, pages), jnp.int32)
+    ids = jnp.asarray([3, 0, -1, 1, 4], jnp.int32)
+    cache, lens = create(), np.zeros(seqs, np.int64)
+    append = jax.jit(functools.partial(nv.append, implementation="mosaic_sm90"))
+    by_definition = functools.partial(nv.append, implementation="xla")
+    for q_lens in ((500, 0, 70, 33, 1), (130, 9, 1, 90, 64), (1,) * 5, (8,) * 5, (1,) * 5):
+      lens += q_lens
+      starts = jnp.asarray(np.cumsum([0, *q_lens]), jnp.int32)
+      batch = nv.RaggedBatch(table, jnp.asarray(lens, jnp.int32), starts, ids)
+      k, v = jnp.asarray(r.standard_normal((2, sum(q_lens), heads, dim)), jnp.bfloat16)
+      q = jnp.asarray(r.standard_normal((sum(q_lens), heads * group, dim)), jnp.bfloat16)
+      name = f"window {window}, pages of {page_size}, {formats}, steps {q_lens}"
+      worst = max(worst, _attention_row(name, nv.prefill, q, cache, batch, new_kv=(k, v)))
+      after = append(cache, k, v, batch)
+      wrong = count_different(after, on_cpu(by_definition, cache, k, v, batch))
+      if wrong:
+        raise AssertionError(f"{name}: {wrong} values differ from the definition")
+      cache = after
+      if max(q_lens) == 1:
+        worst = max(worst, _attention_row(name, nv.decode, q, cache, batch))
+      elif sum(q_lens) <= window:
+        worst = max(worst, _attention_row(name, nv.prefill, q, cache, batch))
+  return f"check recent window: appends equal the definition in every byte; worst row {worst:.1e}"
+
+
+def _attention_row(name: str, operation, q, cache, batch, **options) -> float:
+  run = functools.partial(
+    operation, read_path="nvfp4_dequant", implementation="mosaic_sm90", **options
+  )
+  exact = oracle.attention(
+    q,
+    cache,
+    batch.page_table,
+    batch.kv_lens,
+    batch.cu_q_lens,
+    read_path="nvfp4_dequant",
+    ring_ids=batch.ring_ids,
+    **options,
+  )
+  return worst_row(f"{operation.__name__}, {name}", jax.jit(run)(q, cache, batch), exact)
+
+
+def check_four_over_six() -> str:
+  """Rows of every kind of block, by the PTX of append, on the GPU and by the definition."""
+  r = np.random.default_rng(8)
+  x = r.standard_normal((600, 4, 128)) * np.exp(r.uniform(-9, 9, (600, 4, 1)))
+  x[::7, 1, 3], x[5::31, 2, 17], x[9::53, 0, 40] = 0, np.nan, np.inf
+  k = jnp.asarray(x, jnp.bfloat16)
+  slots = jnp.asarray(r.permutation(640)[:600], jnp.int32)
+  wrong = 0
+  for scale in (1.0, jnp.asarray([0.3, 1.0, 2.7, 2.0**-6], jnp.float32)):
+    cache = nv.PagedKVCache.create(
+      num_pages=10,
+      page_size=64,
+      num_kv_heads=4,
+      head_dim=128,
+      k_global_scale=scale,
+      scale_search="four_over_six",
+    )
+    got = jax.jit(append_by("mosaic_sm90"))(cache, k, -k, slots)
+    wrong += count_different(got, on_cpu(append_by("xla"), cache, k, -k, slots))
+  if wrong:
+    raise AssertionError(f"{wrong} values differ from the definition")
+  return "check four over six: every byte equals the definition"
+
+
+def check_levers() -> str:
+  """Rotation and mean: the kernels over the same stored rows as the definition on this GPU."""
+  r, worst = np.random.default_rng(9), 0.0
+  lens, q_lens = (300, 41), (33, 41)
+  cache = nv.PagedKVCache.create(
+    num_pages=12,
+    page_size=64,
+    num_kv_heads=2,
+    head_dim=128,
+    k_rotation="hadamard",
+    v_rotation="hadamard",
+    k_mean=jnp.asarray(r.standard_normal((2, 128)), jnp.float32),
+  )
+  table = jnp.asarray(r.permutation(12).reshape(2, 6), jnp.int32)
+  whole = nv.RaggedBatch(
+    table, jnp.asarray(lens, jnp.int32), jnp.asarray(np.cumsum([0, *lens]), jnp.int32)
+  )
+  k, v = jnp.asarray(r.standard_normal((2, sum(lens), 2, 128)), jnp.bfloat16)
+  cache = jax.jit(nv.append)(cache, k, v, whole)
+  q = jnp.asarray(r.standard_normal((sum(q_lens), 8, 128)), jnp.bfloat16)
+  batch = nv.RaggedBatch(table, whole.kv_lens, jnp.asarray(np.cumsum([0, *q_lens]), jnp.int32))
+  for operation, rows, step in (
+    (nv.prefill, q, batch),
+    (nv.decode, q[:2], nv.RaggedBatch.for_decode(table, whole.kv_lens)),
+  ):
+    run: Any = functools.partial(operation, rows, cache, step, read_path="nvfp4_dequant")
+    with jax.default_matmul_precision("float32"):
+      (got, got_lse), (want, want_lse) = (
+        jax.jit(functools.partial(run, implementation=who))() for who in ("mosaic_sm90", "xla")
+      )
+    got, want = (np.asarray(a, np.float32) for a in (got, want))
+    error = np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
+    lse_error = float(np.abs(np.asarray(got_lse) - np.asarray(want_lse)).max())
+    # Both round out to bfloat16, by 2^-9 in the mean; the kernels' own limit is 1e-2 a row.
+    if not (error.max() <= 1.4e-2 and lse_error <= 1e-3):
+      raise AssertionError(f"{operation.__name__}: errors {error.max()}, lse {lse_error}")
+    worst = max(worst, float(error.max()))
+  return f"check rotations and mean: as the definition, worst row {worst:.1e}"
+
+
 def append_by(implementation: str):
   return lambda cache, k, v, slots: nv.append(
     cache, k, v, slot_mapping=slots, implementation=implementation
@@ -67,7 +200,12 @@ def append_by(implementation: str):
 def check_append() -> str:
   r = np.random.default_rng(1)
   wrong = 0
-  for k_format, v_format in (("nvfp4", "nvfp4"), ("fp8", "nvfp4"), ("bf16", "bf16")):
+  for k_format, v_format, scale_search in (
+    ("nvfp4", "nvfp4", "amax"),
+    ("nvfp4", "nvfp4", "four_over_six"),
+    ("fp8", "nvfp4", "amax"),
+    ("bf16", "bf16", "amax"),
+  ):
     scale = 1.0 if k_format == "bf16" else jnp.asarray([0.3, 1.0, 2.7])
     cache = nv.PagedKVCache.create(
       num_pages=9,
@@ -78,6 +216,7 @@ def check_append() -> str:
       k_format=k_format,
       v_format=v_format,
       k_global_scale=scale,
+      scale_search=scale_search,
     )
     cache = jax.tree.map(
       lambda a: (
@@ -392,6 +531,9 @@ CHECKS = (
   check_tails,
   check_whole_tiles,
   check_new_kv,
+  check_recent,
+  check_four_over_six,
+  check_levers,
   check_repeats,
   check_large_cache,
 )

@@ -21,6 +21,7 @@ import nvfp4_pallas as nv
 from benchmarks.records import Row, q_quantisation
 from benchmarks.small import Variant
 from benchmarks.trace import KernelTimes, joined, kernel_times
+from nvfp4_pallas.cache import ring_pages
 from nvfp4_pallas.ops.decode import resolve_decode
 from nvfp4_pallas.ops.prefill import resolve_prefill, workspace_bytes
 from nvfp4_pallas.ops.request import attention_request, attention_spec
@@ -102,7 +103,9 @@ def _pack_times(phase: str, call, scale: float, copy_rate: float) -> Row:
   return bare_row(phase, data, 1, PACK_ROWS, "nvfp4", nbytes, floor, times)
 
 
-def append_times(tokens: int, format: str, scale: float, copy_rate: float) -> Row:
+def append_times(
+  tokens: int, format: str, scale: float, copy_rate: float, scale_search: str = "amax"
+) -> Row:
   pages = 2 * max(tokens // PAGE_SIZE, 64)
   cache = nv.PagedKVCache.create(
     num_pages=pages,
@@ -112,6 +115,7 @@ def append_times(tokens: int, format: str, scale: float, copy_rate: float) -> Ro
     k_format=format,
     k_global_scale=scale,
     v_global_scale=scale,
+    scale_search=scale_search,
   )
   state = [cache]
   append = jax.jit(
@@ -140,7 +144,48 @@ def append_times(tokens: int, format: str, scale: float, copy_rate: float) -> Ro
   times = kernel_times(calls, wait=lambda _: jax.block_until_ready(state[0]))
   nbytes = int(tokens * (HEADS * DIM * 4 + state[0].bytes_per_token))
   data, floor = f"gaussian, global scale {scale}", 1e6 * nbytes / copy_rate
-  return bare_row("append", data, tokens, 1, format, nbytes, floor, times)
+  levers = None if scale_search == "amax" else "4/6"
+  return bare_row("append", data, tokens, 1, format, nbytes, floor, times, levers=levers)
+
+
+def step_times(seqs: int, recent_window: int, copy_rate: float) -> Row:
+  """An append of a decoding step by the batch: what finding the slots costs is in it.
+
+  Sequences are anywhere in their pages, so that with a window a few of them give one up.
+  """
+  pages, steps = 4, CALLS
+  options: dict[str, Any] = {}
+  if recent_window:
+    options = {"recent_window": recent_window, "num_rings": seqs}
+  cache = nv.PagedKVCache.create(
+    num_pages=seqs * pages,
+    page_size=PAGE_SIZE,
+    num_kv_heads=HEADS,
+    head_dim=DIM,
+    **options,
+  )
+  state = [cache]
+  r = np.random.default_rng(0)
+  table = jnp.asarray(r.permutation(seqs * pages).reshape(seqs, pages), jnp.int32)
+  lens = r.integers(2 * PAGE_SIZE, 3 * PAGE_SIZE, seqs)
+  append = jax.jit(functools.partial(nv.append, implementation="mosaic_sm90"), donate_argnums=0)
+  k, v = jax.random.normal(jax.random.key(0), (2, seqs, HEADS, DIM), jnp.bfloat16)
+  first = nv.RaggedBatch.for_decode(table, jnp.asarray(lens, jnp.int32))
+  fill = jnp.zeros((seqs * int(lens.max()), HEADS, DIM), jnp.bfloat16)
+  whole = dataclasses.replace(first, cu_q_lens=jnp.asarray(np.cumsum([0, *lens]), jnp.int32))
+  state[0] = append(state[0], fill, fill, whole)
+
+  batches = [
+    dataclasses.replace(first, kv_lens=first.kv_lens + step) for step in range(1, 1 + steps)
+  ]
+
+  def call(batch):
+    state[0] = append(state[0], k, v, batch)
+
+  calls = [functools.partial(call, batch) for batch in batches]
+  times = kernel_times(calls, wait=lambda _: jax.block_until_ready(state[0]))
+  levers = f"w{recent_window}" if recent_window else None
+  return bare_row("append", "a step of a batch", seqs, 1, "nvfp4", None, None, times, levers=levers)
 
 
 @functools.lru_cache(maxsize=1)
@@ -175,6 +220,18 @@ def random_cache(k_format: str, v_format: str, batch: int, kv_len: int, page_siz
   return make(), [jnp.asarray(table, jnp.int32) for table in order]
 
 
+def random_rings(cache: nv.PagedKVCache, lens: jax.Array, tokens: int) -> nv.RecentWindow:
+  """A ring for each sequence, as after appends."""
+  page_size, (batch,) = cache.page_size, lens.shape
+  shape = (batch * ring_pages(tokens, page_size), HEADS, page_size, DIM)
+  k, v = (
+    nv.PagePool(jax.random.normal(jax.random.key(i), shape, jnp.bfloat16), None, None, "bf16")
+    for i in range(2)
+  )
+  starts = jnp.maximum(lens - tokens, 0) // page_size * page_size
+  return nv.RecentWindow(k, v, starts, tokens)
+
+
 @dataclasses.dataclass(frozen=True)
 class Timed:
   """Equal calls on different memory, and the row that their times make."""
@@ -198,12 +255,23 @@ def attention_case(
   page_size: int = PAGE_SIZE,
   batch_invariant: bool = False,
   calls: int | None = None,
+  recent_window: int = 0,
+  k_rotation: str | None = None,
 ) -> Timed:
   batch, q_len, kv_len = shape
   if calls is None:
     calls = CALLS if batch * q_len * kv_len < 2**24 else CALLS // 2
   cache, tables = random_cache(variant.k_format, variant.v_format, batch, kv_len, page_size)
   lens = jnp.full((batch,), kv_len, jnp.int32)
+  levers = None
+  if recent_window:
+    levers = f"w{recent_window}"
+    # So that sequences are anywhere in their pages, some of them are shorter, by up to a page.
+    lens = lens - jnp.arange(batch, dtype=jnp.int32) * 37 % page_size
+    cache = dataclasses.replace(cache, recent=random_rings(cache, lens, recent_window))
+  if k_rotation:
+    levers = "hadK"
+    cache = dataclasses.replace(cache, k=dataclasses.replace(cache.k, rotation=k_rotation))
   cu_q_lens = jnp.arange(batch + 1, dtype=jnp.int32) * q_len
   q_shape = (batch * q_len, HEADS * GROUP, DIM)
   q = [jax.random.normal(jax.random.key(i), q_shape, jnp.bfloat16) for i in range(COPIES)]
@@ -227,6 +295,10 @@ def attention_case(
   except NotImplementedError as error:
     functions, reason, workspace = [], str(error), None
   nbytes = int(batch * kv_len * cache.bytes_per_token) + 2 * q[0].nbytes
+  if cache.recent is not None:
+    wide = int(jnp.sum(lens - cache.recent.starts))
+    wide_bytes = 2 * HEADS * DIM * 2
+    nbytes += int(wide * (wide_bytes - cache.bytes_per_token))
   bytes_per_token = cache.bytes_per_token
 
   def row(times: KernelTimes | None) -> Row:
@@ -243,6 +315,7 @@ def attention_case(
       read_path=variant.read_path,
       **q_quantisation(variant.read_path, variant.q_levels),
       batch_invariant=batch_invariant if q_len == 1 else None,
+      levers=levers,
       **attention_speed(variant.read_path, attention_flops(shape), nbytes, copy_rate, times),
       bytes_per_token=bytes_per_token,
       workspace_bytes=workspace,
@@ -382,7 +455,20 @@ def _in_turns(phase: str, shape, variants: tuple[Variant, ...]) -> tuple[functoo
   return tuple(_case(taking_turns, cases, i) for i in range(len(cases)))
 
 
+_w64 = functools.partial(_case, attention_times, "decode", recent_window=64)
 GROUPS = {
+  # What a cache's options cost, beside the same without them.
+  "levers": (
+    *(_case(attention_times, "decode", NVFP4, shape) for shape in DECODE[:2]),
+    *(_w64(NVFP4, shape) for shape in DECODE),
+    _w64(NVFP4, DECODE[1], page_size=16),
+    _w64(NVFP4, DECODE[1], page_size=32),
+    _w64(NVFP4, DECODE[0], batch_invariant=True),
+    _w64(WIDE[0], DECODE[1]),
+    _case(attention_times, "decode", NVFP4, DECODE[1], k_rotation="hadamard"),
+    *(_case(append_times, n, "nvfp4", 1.0, scale_search="four_over_six") for n in (64, 8192)),
+    *(_case(step_times, seqs, window) for seqs in (16, 64) for window in (0, 64)),
+  ),
   "decode": (
     *(_case(attention_times, "decode", NVFP4, shape) for shape in DECODE),
     _case(attention_times, "decode", NVFP4, DECODE[0], batch_invariant=True),

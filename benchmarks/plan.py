@@ -4,6 +4,7 @@
       --weights-gib 16 --tensor 1 --kv-len 8192
 
 The bytes are those of the arrays that PagedKVCache.create would allocate, found without allocating.
+With --recent-window each sequence has a ring of its newest tokens in bfloat16 beside its pages.
 KV heads are divided over the tensor axis, a sequence's pages over the context axis; the data axis
 multiplies sequences.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -29,6 +31,7 @@ class Model:
     layers, kv_heads, head_dim, v_head_dim: of the model.
     page_size: tokens of a page.
     tensor, context, data: sizes of the mesh axes.
+    recent_window: tokens that stay wide, of caches that are not bf16.
   """
 
   layers: int
@@ -39,8 +42,11 @@ class Model:
   tensor: int = 1
   context: int = 1
   data: int = 1
+  recent_window: int = 0
 
   def __post_init__(self):
+    if self.recent_window and self.context > 1:
+      raise ValueError(f"context must be 1 with a recent window, got {self.context}")
     if self.kv_heads % self.tensor:
       raise ValueError(f"tensor must divide kv_heads, got {self.tensor} and {self.kv_heads}")
 
@@ -51,7 +57,8 @@ class Plan:
 
   Attributes:
     pages: of each layer, on each device.
-    cache_bytes: of a device, all layers, as allocated.
+    ring_bytes: of a sequence on a device, all layers.
+    cache_bytes: of a device, all layers, as allocated, rings included.
     tokens: on all devices together, if every page is full.
     sequences: of the wanted length, on all devices together.
   """
@@ -59,13 +66,17 @@ class Plan:
   k_format: str
   v_format: str
   pages: int
+  ring_bytes: int
   cache_bytes: int
   tokens: int
   sequences: int
 
 
-def cache_bytes(model: Model, num_pages: int, k_format: str, v_format: str) -> int:
+def cache_bytes(
+  model: Model, num_pages: int, k_format: str, v_format: str, num_rings: int = 0
+) -> int:
   """What a device's caches of all layers take, from the arrays' own shapes."""
+  rings: Any = {"recent_window": model.recent_window, "num_rings": num_rings} if num_rings else {}
 
   def create():
     return PagedKVCache.create(
@@ -76,6 +87,7 @@ def cache_bytes(model: Model, num_pages: int, k_format: str, v_format: str) -> i
       v_head_dim=model.v_head_dim,
       k_format=k_format,
       v_format=v_format,
+      **rings,
     )
 
   arrays = jax.tree.leaves(jax.eval_shape(create))
@@ -89,24 +101,35 @@ def plan(model: Model, budget: int, kv_len: int, k_format: str, v_format: str) -
     kv_len: tokens of a sequence. On each device of the context axis it takes whole pages.
   """
   one, two = (cache_bytes(model, n, k_format, v_format) for n in (1, 2))
-  a_page = two - one
-  pages = max(0, (budget - (one - a_page)) // a_page)
-  used = cache_bytes(model, pages, k_format, v_format) if pages else 0
-  pages_of_sequence = -(-kv_len // (model.page_size * model.context))
+  a_page, base = two - one, 2 * one - two
+  wide = (k_format, v_format) == ("bf16", "bf16")
+  window = 0 if wide else model.recent_window
+  a_ring = 0
+  if window:
+    with_rings = [cache_bytes(model, 1, k_format, v_format, n) for n in (1, 2)]
+    a_ring = with_rings[1] - with_rings[0]
+  in_pages = -(-kv_len // (model.page_size * model.context))
+  if window:
+    in_pages = max(kv_len - window, 0) // model.page_size
+  room = max(0, budget - base)
+  sequences = room // (in_pages * a_page + a_ring) if window else room // a_page // in_pages
+  pages = (room - sequences * a_ring) // a_page
+  used = base + pages * a_page + sequences * a_ring if pages else 0
   return Plan(
     k_format,
     v_format,
     pages,
+    a_ring,
     used,
     tokens=pages * model.page_size * model.context * model.data,
-    sequences=pages // pages_of_sequence * model.data,
+    sequences=sequences * model.data,
   )
 
 
 def lines(model: Model, budget: int, kv_len: int) -> list[str]:
   head = (
-    f"{'K, V':14}{'pages a device':>16}{'GiB a device':>14}{'tokens in all':>16}"
-    f"{f'sequences of {kv_len:,}':>22}"
+    f"{'K, V':14}{'pages a device':>16}{'MiB of a ring':>15}{'GiB a device':>14}"
+    f"{'tokens in pages':>17}{f'sequences of {kv_len:,}':>22}"
   )
   rows = [plan(model, budget, kv_len, *formats) for formats in FORMATS]
   return [
@@ -116,8 +139,8 @@ def lines(model: Model, budget: int, kv_len: int) -> list[str]:
     head,
     "-" * len(head),
     *(
-      f"{row.k_format + ', ' + row.v_format:14}{row.pages:>16,}{row.cache_bytes / 2**30:>14.2f}"
-      f"{row.tokens:>16,}{row.sequences:>22,}"
+      f"{row.k_format + ', ' + row.v_format:14}{row.pages:>16,}{row.ring_bytes / 2**20:>15.2f}"
+      f"{row.cache_bytes / 2**30:>14.2f}{row.tokens:>17,}{row.sequences:>22,}"
       for row in rows
     ),
   ]
@@ -134,6 +157,7 @@ def main(argv: list[str]) -> int:
   add("--memory-gib", type=float, default=141.0, help="of a device")
   add("--weights-gib", type=float, default=16.0, help="of a device, and what else is not the cache")
   add("--kv-len", type=int, default=8192, help="tokens of a sequence")
+  add("--recent-window", type=int, default=0, help="newest tokens of a sequence that stay bf16")
   for axis in ("tensor", "context", "data"):
     add(f"--{axis}", type=int, default=1, help=f"devices of the {axis} axis")
   o = parser.parse_args(argv)
@@ -148,6 +172,7 @@ def main(argv: list[str]) -> int:
       tensor=o.tensor,
       context=o.context,
       data=o.data,
+      recent_window=o.recent_window,
     )
     printed = lines(model, budget, o.kv_len)
   except ValueError as error:

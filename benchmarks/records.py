@@ -32,6 +32,8 @@ class Row:
     tflops: of attention: 4 * head_dim FLOPs for each query head and each key that it sees, over
       us_median, in 1e12 a second.
     batch_invariant: of decode, whether it was asked for.
+    levers: what of the cache is not the usual: `w64` is a recent window, `4/6` the scale search,
+      `hadK` a rotation.
     workspace_bytes: of device memory, that a call takes beside its results.
     us_by_kernel: the median of each kernel's time in a call, all its launches summed.
     timer: `trace` is device time of all kernels of a call; `wall` is host time around it.
@@ -66,6 +68,7 @@ class Row:
   floor_fraction: float | None = None
   tflops: float | None = None
   batch_invariant: bool | None = None
+  levers: str | None = None
   us_median: float | None = None
   us_min: float | None = None
   us_max: float | None = None

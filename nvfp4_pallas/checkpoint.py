@@ -3,7 +3,8 @@
 A file is a safetensors file (https://github.com/huggingface/safetensors, format.md): eight bytes of
 the header's length, the header in JSON, the arrays' bytes one after the other. Its `__metadata__`
 says what the bytes mean: library, layout, version, and the formats of K and V; and where they are
-not the usual ones, how K and V round (`k_scale_search`) and are rotated (`k_rotation`).
+not the usual ones, how K and V round (`k_scale_search`) and are rotated (`k_rotation`), and the
+`recent_window`, whose rings are arrays of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from nvfp4_pallas.cache import KV_FORMATS, LAYOUT, LAYOUT_VERSION, PagedKVCache, PagePool
+from nvfp4_pallas.cache import (
+  KV_FORMATS,
+  LAYOUT,
+  LAYOUT_VERSION,
+  PagedKVCache,
+  PagePool,
+  RecentWindow,
+  check_cache,
+)
 from nvfp4_pallas.format import SCALE_SEARCHES
 from nvfp4_pallas.rotation import ROTATIONS
 
@@ -29,6 +38,7 @@ LIBRARY = "nvfp4_pallas"
 _DTYPES = {
   "U8": np.dtype(np.uint8),
   "F32": np.dtype(np.float32),
+  "I32": np.dtype(np.int32),
   "BF16": np.dtype(ml_dtypes.bfloat16),
   "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
@@ -46,7 +56,7 @@ class CheckpointError(ValueError):
 def save(cache: PagedKVCache, path: str | os.PathLike) -> None:
   """Writes all pages, whole or not at all: a file of this name appears when it is complete."""
   path = pathlib.Path(path)
-  arrays = {name: np.asarray(array) for name, array in _named(cache).items()}
+  arrays = {name: np.asarray(array) for name, array in (_named(cache) | _rings(cache)).items()}
   header: dict[str, object] = {
     "__metadata__": {
       "library": LIBRARY,
@@ -99,9 +109,37 @@ def restore(path: str | os.PathLike) -> PagedKVCache:
     leaves: Any = {leaf: _array(header, body, f"{name}.{leaf}") for leaf in _LEAVES}
     pools[name] = PagePool(**leaves, format=format, **_known_options(about, name))
     _check_leaves(pools[name], name)
+  recent = _restored_rings(about, header, body)
   if header:
     raise CheckpointError(f"the file has arrays that no cache has: {sorted(header)}")
-  return PagedKVCache(**pools)
+  cache = PagedKVCache(**pools, recent=recent)
+  try:
+    check_cache(cache)
+  except ValueError as error:
+    raise CheckpointError(f"the file's arrays do not belong together: {error}") from None
+  return cache
+
+
+def _rings(cache: PagedKVCache) -> dict[str, jax.Array]:
+  recent = cache.recent
+  if recent is None:
+    return {}
+  return {"recent.k": recent.k.data, "recent.v": recent.v.data, "recent.starts": recent.starts}
+
+
+def _restored_rings(about: dict[str, str], header: dict, body: memoryview) -> RecentWindow | None:
+  tokens = about.get("recent_window")
+  if tokens is None:
+    return None
+  arrays: Any = {leaf: _array(header, body, f"recent.{leaf}") for leaf in ("k", "v", "starts")}
+  lacking = [leaf for leaf, array in arrays.items() if array is None]
+  if lacking or not tokens.isdecimal():
+    raise CheckpointError(
+      f"recent_window must be a number of tokens with rings, the file has {tokens!r} and lacks "
+      f"{lacking}"
+    )
+  k, v = (PagePool(arrays[name], None, None, "bf16") for name in ("k", "v"))
+  return RecentWindow(k, v, arrays["starts"], int(tokens))
 
 
 def fetch_pages(cache: PagedKVCache, pages: Sequence[int]) -> dict[str, np.ndarray]:
@@ -150,7 +188,8 @@ def restore_pages(
 
 def _options(cache: PagedKVCache) -> dict[str, str]:
   """What is not as in a cache that was created without options."""
-  return {
+  recent = {} if cache.recent is None else {"recent_window": str(cache.recent.tokens)}
+  return recent | {
     f"{name}_{option}": value
     for name, pool in (("k", cache.k), ("v", cache.v))
     for option, (usual, _) in _OPTIONS.items()

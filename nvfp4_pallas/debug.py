@@ -55,15 +55,21 @@ def debug_checks() -> Iterator[None]:
 def check_append(
   cache: PagedKVCache, batch: RaggedBatch | None, slot_mapping: jax.Array, num_tokens: int
 ) -> None:
-  """The values of an append. With `batch`, slot_mapping is what it leads to."""
+  """The values of an append. With `batch`, slot_mapping is what it leads to.
+
+  With a recent window only those pages are looked at that hold tokens whatever the rings do.
+  """
   num_pages, page_size = cache.num_pages, cache.page_size
+  newest = _wide_tokens(cache)
 
   def check(scales, batch, slots):
     _check_scales(scales)
     if batch is not None:
       check_batch(batch, num_tokens=num_tokens, page_size=page_size, appends=True)
-      new = batch.kv_lens - batch.q_lens, batch.kv_lens
+      new = batch.kv_lens - batch.q_lens, batch.kv_lens - newest
       _check_page_table(batch.page_table, *new, num_pages, page_size)
+    if newest:
+      return
     name = "slot_mapping" if batch is None else "batch's slot_mapping"
     _refuse(name, slots, slots >= num_pages * page_size, f"be below {num_pages * page_size}")
     _, first, place = np.unique(slots, return_index=True, return_inverse=True)
@@ -86,6 +92,7 @@ def check_attention(
   num_pages, page_size = cache.num_pages, cache.page_size
   # nvfp4_a8q takes K's scale from all keys, whatever the window.
   window = None if spec.read_path == "nvfp4_a8q" else spec.window
+  newest = _wide_tokens(cache)
 
   def check(scales, batch):
     _check_scales(scales)
@@ -95,7 +102,7 @@ def check_attention(
     before = batch.kv_lens - batch.q_lens
     begin = np.zeros_like(before) if window is None else np.maximum(before - window + 1, 0)
     end = np.where(batch.q_lens == 0, 0, before if new_kv else batch.kv_lens)
-    _check_page_table(batch.page_table, begin, end, num_pages, page_size)
+    _check_page_table(batch.page_table, begin, end - newest, num_pages, page_size)
 
   _on_values(check, _scales(cache), batch)
 
@@ -110,6 +117,12 @@ def _on_values(check: Callable[..., None], *trees) -> None:
 
   traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
   jax.debug.callback(on_host, *trees) if traced else on_host(*trees)
+
+
+def _wide_tokens(cache: PagedKVCache) -> int:
+  """How many of a sequence's newest tokens may be in a ring and have no page yet."""
+  recent = cache.recent
+  return 0 if recent is None else recent.ring_pages * cache.page_size
 
 
 def _scales(cache: PagedKVCache) -> dict[str, jax.Array | None]:

@@ -35,7 +35,10 @@ def cache_specs(
 
   Args:
     heads, pages: names of mesh axes, over which num_kv_heads and num_pages are divided; None for
-      whole on each device.
+      whole on each device. Rings lie whole on each, as they are no device's pages.
+
+  Raises:
+    ValueError: a cache with a recent window over a `pages` axis: each device would add the rings.
   """
 
   def specs(pool: PagePool) -> PagePool:
@@ -48,7 +51,14 @@ def cache_specs(
       mean=None if pool.mean is None else PartitionSpec(heads),
     )
 
-  return dataclasses.replace(cache, k=specs(cache.k), v=specs(cache.v))
+  recent = cache.recent
+  if recent is not None:
+    if pages is not None:
+      raise ValueError(f"pages must be None for a cache with a recent window, got {pages!r}")
+    recent = dataclasses.replace(
+      recent, k=specs(recent.k), v=specs(recent.v), starts=PartitionSpec()
+    )
+  return dataclasses.replace(cache, k=specs(cache.k), v=specs(cache.v), recent=recent)
 
 
 def merge_over(axis: str, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:

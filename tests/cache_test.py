@@ -98,13 +98,15 @@ class LayoutTest(TestCase):
 
 
 class CreateTest(TestCase):
-  def test_global_scale_survives_donation(self):
+  def test_what_the_caller_gave_survives_donation(self):
     scale = jnp.asarray([0.5, 1.0, 2.0], jnp.float32)
-    cache = small_cache(k_global_scale=scale, v_global_scale=scale)
+    mean = jnp.ones((3, 64))
+    cache = small_cache(k_global_scale=scale, v_global_scale=scale, k_mean=mean)
     x = jnp.ones((1, 3, 64), jnp.bfloat16)
     append = jax.jit(lambda c, x, s: nv.append(c, x, x, slot_mapping=s), donate_argnums=0)
     append(cache, x, jnp.zeros((1,), jnp.int32))
     np.testing.assert_array_equal(scale, [0.5, 1.0, 2.0])
+    np.testing.assert_array_equal(mean, 1)
 
   @parameterized.parameters(
     ("bf16", None, 4.0), ("fp8", None, 2.0), ("nvfp4", None, 9 / 8), ("fp8", "nvfp4", 25 / 16)
@@ -122,6 +124,17 @@ class CreateTest(TestCase):
     self.assertEqual(jax.tree.unflatten(structure, leaves).formats, ("nvfp4", "fp8"))
     self.assertNotEqual(structure, jax.tree.structure(small_cache(k_format="fp8")))
     self.assertEqual(hash(structure), hash(jax.tree.structure(cache)))
+
+  def test_levers_are_metadata_but_for_the_mean(self):
+    mean = jnp.ones((3, 64))
+    options = {"k_rotation": "hadamard", "scale_search": "four_over_six"}
+    cache = small_cache(k_mean=mean, **options)
+    leaves, structure = jax.tree.flatten(cache)
+    self.assertLen(leaves, 7)
+    self.assertNotEqual(structure, jax.tree.structure(small_cache(k_mean=mean)))
+    self.assertEqual((cache.k.rotation, cache.v.rotation), ("hadamard", None))
+    self.assertEqual(cache.v.scale_search, "four_over_six")
+    self.assertEqual(cache.bytes_per_token, small_cache().bytes_per_token)
 
   @parameterized.named_parameters(
     ("format", {"k_format": "int4"}, "k_format must be one of .* got 'int4'"),

@@ -18,7 +18,14 @@ from tests.base import TestCase
 FORMATS = (("nvfp4", "nvfp4"), ("fp8", "nvfp4"), ("bf16", "bf16"))
 
 
-def filled_cache(k_format="nvfp4", v_format="nvfp4", num_pages=5) -> nv.PagedKVCache:
+LEVERS = {
+  "k_rotation": "hadamard",
+  "scale_search": "four_over_six",
+  "k_mean": np.arange(128, dtype=np.float32).reshape(2, 64) / 64,
+}
+
+
+def filled_cache(k_format="nvfp4", v_format="nvfp4", num_pages=5, **levers) -> nv.PagedKVCache:
   scale = {} if k_format == "bf16" else {"k_global_scale": jnp.asarray([0.5, 3.0])}
   cache = nv.PagedKVCache.create(
     num_pages=num_pages,
@@ -28,6 +35,7 @@ def filled_cache(k_format="nvfp4", v_format="nvfp4", num_pages=5) -> nv.PagedKVC
     k_format=k_format,
     v_format=v_format,
     **scale,
+    **levers,
   )
   k, v = jax.random.normal(jax.random.key(0), (2, 16 * num_pages, 2, 64), jnp.bfloat16)
   return nv.append(cache, k, v, slot_mapping=jnp.arange(16 * num_pages))
@@ -55,6 +63,42 @@ class CheckpointTest(EqualityTest):
     checkpoint.save(cache, self.path)
     self.check_equal(checkpoint.restore(self.path), cache)
     self.assertEqual([p.name for p in self.path.parent.iterdir()], [self.path.name])
+
+  def test_rings(self):
+    cache = nv.PagedKVCache.create(
+      num_pages=5, page_size=16, num_kv_heads=2, head_dim=64, recent_window=20, num_rings=2
+    )
+    k, v = jax.random.normal(jax.random.key(0), (2, 60, 2, 64), jnp.bfloat16)
+    table = jnp.arange(5, dtype=jnp.int32)[None]
+    lens = jnp.asarray([60], jnp.int32), jnp.asarray([0, 60], jnp.int32)
+    batch = nv.RaggedBatch(table, *lens, ring_ids=jnp.asarray([1], jnp.int32))
+    cache = nv.append(cache, k, v, batch)
+    checkpoint.save(cache, self.path)
+    self.check_equal(checkpoint.restore(self.path), cache)
+    raw = self.path.read_bytes().replace(b'"recent_window": "20"', b'"recent_window": "90"')
+    self.path.write_bytes(raw)
+    with self.assertRaisesRegex(checkpoint.CheckpointError, "cache.recent.k must be bf16"):
+      checkpoint.restore(self.path)
+
+  def test_round_trip_with_levers(self):
+    cache = filled_cache(**LEVERS)
+    checkpoint.save(cache, self.path)
+    self.check_equal(checkpoint.restore(self.path), cache)
+    self.assertEqual(
+      self.about() - self.about(filled_cache()),
+      {
+        ("k_rotation", "hadamard"),
+        ("k_scale_search", "four_over_six"),
+        ("v_scale_search", "four_over_six"),
+      },
+    )
+
+  def about(self, cache=None) -> set:
+    if cache is not None:
+      checkpoint.save(cache, self.path)
+    raw = self.path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    return set(json.loads(raw[8 : 8 + length])["__metadata__"].items())
 
   def test_is_a_safetensors_file(self):
     """Read by the format's description alone."""
@@ -87,6 +131,8 @@ class CheckpointTest(EqualityTest):
     ({"library": "another"}, "library must be 'nvfp4_pallas'"),
     ({"k_format": "int4"}, "k_format must be one of .*'int4'"),
     ({"k_format": "fp8"}, "k in fp8 must not have block_scale"),
+    ({"v_rotation": "random"}, "v_rotation must be one of .*'hadamard'.*, the file has 'random'"),
+    ({"k_scale_search": "mse"}, "k_scale_search must be one of .*, the file has 'mse'"),
   )
   def test_other_files_are_refused(self, about, message):
     self.path.write_bytes(self.changed(**about))
@@ -109,7 +155,7 @@ class CheckpointTest(EqualityTest):
     cache = filled_cache()
     checkpoint.save(cache, self.path)
     broken = dataclasses.replace(
-      cache, v=dataclasses.replace(cache.v, data=jnp.zeros((1,), jnp.int32))
+      cache, v=dataclasses.replace(cache.v, data=jnp.zeros((1,), jnp.int16))
     )
     with self.assertRaises(KeyError):
       checkpoint.save(broken, self.path)
@@ -133,6 +179,12 @@ class PagesTest(EqualityTest):
     self.check_equal(
       checkpoint.restore_pages(moved, [0, 4], checkpoint.fetch_pages(cache, [0, 4])), cache
     )
+
+  def test_levers_stay_with_the_cache(self):
+    cache = filled_cache(**LEVERS)
+    host = checkpoint.fetch_pages(cache, [3, 1])
+    self.assertEqual(set(host), {f"{pool}.{a}" for pool in "kv" for a in ("data", "block_scale")})
+    self.check_equal(checkpoint.restore_pages(cache, [3, 1], host), cache)
 
   def test_bad_pages(self):
     cache = filled_cache()

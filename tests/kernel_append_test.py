@@ -220,6 +220,18 @@ class PtxTest(TestCase):
     for tuning in (append_ptx.DEFAULT, append_ptx.Tuning(heads=2)):
       self.check(cache, 2 * page_size, slots, tuning, from_pages=True)
 
+  @parameterized.parameters(
+    (("nvfp4", "nvfp4"), (64, 128), 1),
+    (("nvfp4", "fp8"), (80, 64), 2),
+    (("bf16", "nvfp4"), (64, 64), 2),
+  )
+  def test_four_over_six(self, formats, dims, heads_of_thread):
+    r = np.random.default_rng(6)
+    cache = random_cache(r, *formats, 2, *dims, scale_search="four_over_six")
+    slots = r.permutation(SLOTS)[:6]
+    slots[2] = -1
+    self.check(cache, 6, slots, append_ptx.Tuning(heads_of_thread))
+
   @parameterized.product(
     formats=(("nvfp4", "fp8"), ("fp8", "bf16"), ("bf16", "nvfp4")),
     heads=((2, 2), (2, 6), (4, 6), (4, 8), (4, 3)),

@@ -52,6 +52,26 @@ class PlanTest(TestCase):
     self.assertAlmostEqual(of["nvfp4"] / of["bf16"], 32 / 9, delta=1e-3)
     self.assertAlmostEqual(of["nvfp4"] / of["fp8"], 16 / 9, delta=1e-3)
 
+  def test_recent_window(self):
+    """100 tokens with a window of 20 are 5 pages of 16 and a ring of 3 in bfloat16."""
+    model = dataclasses.replace(SMALL, recent_window=20)
+    found = plan.plan(model, 2**20, 100, "nvfp4", "nvfp4")
+    ring = 3 * 2 * ((64 + 128) * 2 * 3 * 16) + 3 * 4  # layers, heads, K and V of 3 pages; starts
+    self.assertEqual(found.ring_bytes, ring)
+    self.assertEqual(
+      found.cache_bytes,
+      allocated(SMALL, found.pages, "nvfp4", "nvfp4") + found.sequences * ring,
+    )
+    self.assertLessEqual(found.cache_bytes, 2**20)
+    one_more = allocated(SMALL, 5 * (found.sequences + 1), "nvfp4", "nvfp4")
+    self.assertGreater(one_more + (found.sequences + 1) * ring, 2**20)
+    self.assertEqual(
+      plan.plan(model, 2**20, 100, "bf16", "bf16"),
+      plan.plan(SMALL, 2**20, 100, "bf16", "bf16"),
+    )
+    with self.assertRaisesRegex(ValueError, "context must be 1 with a recent window, got 2"):
+      dataclasses.replace(model, context=2)
+
   def test_heads_that_do_not_divide(self):
     with self.assertRaisesRegex(ValueError, "tensor must divide kv_heads, got 3 and 4"):
       dataclasses.replace(SMALL, tensor=3)

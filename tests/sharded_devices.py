@@ -22,11 +22,11 @@ def bits(x) -> np.ndarray:
   return np.asarray(x).view(np.uint8)
 
 
-def filled(num_pages: int, lens: tuple[int, ...]):
+def filled(num_pages: int, lens: tuple[int, ...], **levers):
   """(cache, batch, q): random keys and values in pages in any order."""
   r = np.random.default_rng(0)
   cache = nv.PagedKVCache.create(
-    num_pages=num_pages, page_size=PAGE, num_kv_heads=HEADS, head_dim=DIM
+    num_pages=num_pages, page_size=PAGE, num_kv_heads=HEADS, head_dim=DIM, **levers
   )
   per_seq = num_pages // len(lens)
   table = jnp.asarray(r.permutation(num_pages).reshape(len(lens), per_seq), jnp.int32)
@@ -68,6 +68,25 @@ class ShardedTest(TestCase):
     hlo = decode.lower(q, cache, batch).compile().as_text()
     self.assertNotRegex(hlo, "all-gather|all-reduce|all-to-all|collective-permute")
 
+  def test_rings_over_heads(self):
+    """A device has its heads of the rings, and all rings."""
+    cache = nv.PagedKVCache.create(
+      num_pages=8, page_size=PAGE, num_kv_heads=HEADS, head_dim=DIM, recent_window=20, num_rings=2
+    )
+    r = np.random.default_rng(2)
+    k, v = jnp.asarray(r.standard_normal((2, 90, HEADS, DIM)), jnp.bfloat16)
+    table = jnp.asarray(r.permutation(8).reshape(2, 4), jnp.int32)
+    lens = jnp.asarray([40, 50], jnp.int32)
+    cache = nv.append(cache, k, v, nv.RaggedBatch(table, lens, jnp.asarray([0, 40, 90], jnp.int32)))
+    q = jnp.asarray(r.standard_normal((2, HEADS * GROUP, DIM)), jnp.bfloat16)
+    batch = nv.RaggedBatch.for_decode(table, lens)
+    want = jax.jit(self.decode)(q, cache, batch)
+    got = self.over_heads(cache)(q, cache, batch)
+    for a, b in zip(got, want, strict=True):
+      np.testing.assert_array_equal(bits(a), bits(b))
+    with self.assertRaisesRegex(ValueError, "pages must be None .* recent window"):
+      sharding.cache_specs(cache, pages="shards")
+
   def test_append_to_heads(self):
     cache, batch, _ = filled(12, (60, 0, 33))
     k, v = jax.random.normal(jax.random.key(3), (2, 3, HEADS, DIM), jnp.bfloat16)
@@ -84,6 +103,19 @@ class ShardedTest(TestCase):
     got, want = jax.jit(append)(cache, k, v, more), nv.append(cache, k, v, more)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
       np.testing.assert_array_equal(bits(a), bits(b))
+
+  def test_heads_with_levers(self):
+    """Each device has its heads' part of the mean, and again nothing goes between devices."""
+    mean = np.random.default_rng(1).standard_normal((HEADS, DIM)).astype(np.float32)
+    levers = {"k_rotation": "hadamard", "v_rotation": "hadamard", "k_mean": mean}
+    cache, batch, q = filled(12, (60, 0, 33), **levers)
+    decode = self.over_heads(cache)
+    for a, b in zip(decode(q, cache, batch), self.decode(q, cache, batch), strict=True):
+      a, b = (np.nan_to_num(np.asarray(x, np.float64), neginf=0) for x in (a, b))
+      # Sums of rotations may be ordered otherwise for fewer heads: bfloat16's last bit.
+      np.testing.assert_allclose(a, b, rtol=2.0**-7, atol=1e-3)
+    hlo = decode.lower(q, cache, batch).compile().as_text()
+    self.assertNotRegex(hlo, "all-gather|all-reduce|all-to-all|collective-permute")
 
   def test_a_cache_that_is_placed_by_its_specs(self):
     cache, batch, q = filled(12, (60, 0, 33))

@@ -94,7 +94,7 @@ def append_program(
   """The program and the number of its blocks; its last array is the slots."""
   p = Ptx((*k.pointers("k"), *v.pointers("v"), "slots"))
   k_writer, v_writer = (
-    _Writer(p, name, rows, tokens, tuning, from_pages) for name, rows in (("k", k), ("v", v))
+    _TokenWriter(p, name, rows, tokens, tuning, from_pages) for name, rows in (("k", k), ("v", v))
   )
   thread = p.thread
   of_k = p.program < k_writer.programs
@@ -105,16 +105,68 @@ def append_program(
   return p, k_writer.programs + v_writer.programs
 
 
-class _Writer:
-  """Writes the rows of K or V; `programs` blocks do."""
+class Writer:
+  """Encodes and stores parts of rows of K or V."""
+
+  def __init__(self, p: Ptx, name: str, rows: Rows, tuning: Tuning, run: int = 1):
+    """`run`: tokens that lie side by side in a head's rows."""
+    self._p, self._name, self._rows, self._tuning = p, name, rows, tuning
+    self._source = f"{name}_rows"  # the array of bf16 rows
+    self._run = run
+    self._heads = common.power_of_two_divisor(rows.num_heads, tuning.heads or 1)
+
+  def _encode(self, source: Reg, head: Reg, place: Reg, there: Reg) -> None:
+    p, rows, heads = self._p, self._rows, self._heads
+    words = self._load(source)
+    if rows.format == "bf16":
+      self._store("data", words, 4, place, there)
+      return
+    at = p.address(p.pointer(f"{self._name}_global_scale"), head, 4)
+    global_scales = p.load("global.nc", Mem(at), heads, kind="f")
+    if rows.format == "fp8":
+      data = [encode_ptx.encode_fp8(p, *each) for each in zip(words, global_scales, strict=True)]
+      self._store("data", data, 4, place, there)
+      return
+    encode = _ENCODE[rows.scale_search]
+    encoded = [encode(p, *each) for each in zip(words, global_scales, strict=True)]
+    self._store("data", [codes for codes, _ in encoded], 4, place, there)
+    self._store("block_scale", [[scale] for _, scale in encoded], 1, place, there)
+
+  def _load(self, part: Reg) -> list[list[Reg]]:
+    """The words of a part, counted from the first row's, and of the same one of further heads."""
+    p, part_bytes = self._p, self._rows.part * BF16_BYTES
+    head_bytes = self._run * self._rows.parts * part_bytes
+    x = p.address(p.pointer(self._source), part, part_bytes)
+    return [
+      [
+        word
+        for offset in range(0, part_bytes, 4 * VECTOR_WORDS)
+        for word in p.load(self._tuning.load, Mem(x, head * head_bytes + offset), VECTOR_WORDS)
+      ]
+      for head in range(self._heads)
+    ]
+
+  def _store(self, array: str, values: list[list[Reg]], size: int, place: Reg, there: Reg) -> None:
+    """A vector of values of `size` bytes for each of the thread's heads.
+
+    `place`: the first one's, counted from the start of the array.
+    """
+    p, rows = self._p, self._rows
+    nbytes = len(values[0]) * size
+    at = p.address(p.pointer(f"{self._name}_{array}"), place, nbytes)
+    for i, vector in enumerate(values):
+      head = Mem(at, i * rows.page_size * rows.parts * nbytes)
+      p.store(self._tuning.store, head, vector, size, when=there)
+
+
+class _TokenWriter(Writer):
+  """Writes rows by their slots; `programs` blocks do."""
 
   def __init__(self, p: Ptx, name: str, rows: Rows, tokens: int, tuning: Tuning, from_pages: bool):
-    self._p, self._name, self._rows, self._tokens, self._tuning = p, name, rows, tokens, tuning
-    self._from_pages = from_pages
-    # Tokens that lie side by side in a head's rows.
-    self._run = rows.page_size if from_pages else 1
-    limit = tuning.heads or heads_of_thread(rows, tokens)
-    self._heads = common.power_of_two_divisor(rows.num_heads, limit)
+    heads = tuning.heads or heads_of_thread(rows, tokens)
+    tuning = dataclasses.replace(tuning, heads=heads)
+    super().__init__(p, name, rows, tuning, rows.page_size if from_pages else 1)
+    self._tokens, self._from_pages = tokens, from_pages
     self._side_by_side = min(SIDE_BY_SIDE, tokens)
     tokens_there = -(-tokens // self._side_by_side) * self._side_by_side
     items = tokens_there * (rows.num_heads // self._heads) * rows.parts
@@ -141,46 +193,3 @@ class _Writer:
         self._encode(source, head, place, there)
     else:
       self._encode(source, head, place, there)
-
-  def _encode(self, source: Reg, head: Reg, place: Reg, there: Reg) -> None:
-    p, rows, heads = self._p, self._rows, self._heads
-    words = self._load(source)
-    if rows.format == "bf16":
-      self._store("data", words, 4, place, there)
-      return
-    at = p.address(p.pointer(f"{self._name}_global_scale"), head, 4)
-    global_scales = p.load("global.nc", Mem(at), heads, kind="f")
-    if rows.format == "fp8":
-      data = [encode_ptx.encode_fp8(p, *each) for each in zip(words, global_scales, strict=True)]
-      self._store("data", data, 4, place, there)
-      return
-    encode = _ENCODE[rows.scale_search]
-    encoded = [encode(p, *each) for each in zip(words, global_scales, strict=True)]
-    self._store("data", [codes for codes, _ in encoded], 4, place, there)
-    self._store("block_scale", [[scale] for _, scale in encoded], 1, place, there)
-
-  def _load(self, part: Reg) -> list[list[Reg]]:
-    """The words of a part, counted from the first row's, and of the same one of further heads."""
-    p, part_bytes = self._p, self._rows.part * BF16_BYTES
-    head_bytes = self._run * self._rows.parts * part_bytes
-    x = p.address(p.pointer(f"{self._name}_rows"), part, part_bytes)
-    return [
-      [
-        word
-        for offset in range(0, part_bytes, 4 * VECTOR_WORDS)
-        for word in p.load(self._tuning.load, Mem(x, head * head_bytes + offset), VECTOR_WORDS)
-      ]
-      for head in range(self._heads)
-    ]
-
-  def _store(self, array: str, values: list[list[Reg]], size: int, place: Reg, there: Reg) -> None:
-    """A vector of values of `size` bytes for each of the thread's heads.
-
-    `place`: the first one's, counted from the start of the array.
-    """
-    p, rows = self._p, self._rows
-    nbytes = len(values[0]) * size
-    at = p.address(p.pointer(f"{self._name}_{array}"), place, nbytes)
-    for i, vector in enumerate(values):
-      head = Mem(at, i * rows.page_size * rows.parts * nbytes)
-      p.store(self._tuning.store, head, vector, size, when=there)

@@ -48,7 +48,7 @@ def decode(
       joined by lse; None leaves it to the implementation, which is faster. Counts agree to
       rounding.
     batch_invariant: cut by the sequence alone, so that its result is bit for bit the same in any
-      batch.
+      batch; with a cache that is rotated or lacks a mean, to rounding.
 
   Returns:
     out [num_seqs, num_q_heads, v_head_dim] in q's dtype, lse float32 [num_seqs, num_q_heads].

@@ -68,7 +68,7 @@ def prefill(
     causal: False lets every query see all keys of its sequence.
     sm_scale: factor on the scores; None is 1 / sqrt(head_dim).
     window: see only the newest `window` keys up to the own position, that one included.
-    soft_cap: scores become soft_cap * tanh(score / soft_cap).
+    soft_cap: scores become soft_cap * tanh(score / soft_cap). Not for a cache with a k_mean.
     sinks: float [num_q_heads], one more logit per head in the softmax's denominator.
     q_levels: NVFP4 levels of Q for `nvfp4_a4q`: 1, or 2 with a packed residual.
     new_kv: this step's (k, v) [tokens, num_kv_heads, dim] in wide form: they are attended to as
@@ -146,9 +146,9 @@ def choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
 
 def _choose_kernel(request: AttentionRequest) -> tuple[Callable, str]:
   if request.recent_window:
-    (run_pages, why), (run_ring, _) = map(_choose_kernel, prefill_recent.part_requests(request))
-    run = functools.partial(prefill_recent.attend, run_pages=run_pages, run_ring=run_ring)
-    return run, f"pages and ring apart, merged by lse; pages {why}"
+    parts = [_choose_kernel(part) for part in prefill_recent.part_requests(request)]
+    run = functools.partial(prefill_recent.attend, runs=[run for run, _ in parts])
+    return run, f"pages and ring apart, merged by lse; pages {parts[0][1]}"
   from nvfp4_pallas.kernels import tail_mosaic_sm90 as tail
   from nvfp4_pallas.ops import prefill_choice as whole_tiles
 

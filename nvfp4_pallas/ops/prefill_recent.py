@@ -4,14 +4,15 @@
 
 Every row sees all of the pages' tokens, as none of them is newer than the row: with new_kv they are
 of the past, and without it the window must be as long as the step. So the mask is the ring's, or
-the step's, alone.
+the step's, alone. Sequences without a ring have the step in their pages, and those are attended to
+apart, with the mask.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 
@@ -20,18 +21,20 @@ from nvfp4_pallas.cache import ring_pages
 from nvfp4_pallas.ops.request import AttentionRequest
 
 
-def part_requests(request: AttentionRequest) -> tuple[AttentionRequest, AttentionRequest]:
-  """What is asked of the kernels for the pages and for the ring."""
+def part_requests(request: AttentionRequest) -> tuple[AttentionRequest, ...]:
+  """What is asked of the kernels: for the pages, the ring, and, after append, for the pages of
+  sequences without one."""
   part = functools.partial(dataclasses.replace, request, recent_window=0, new_kv=False)
   wide = dataclasses.replace(request.spec, read_path="bf16", causal=not request.new_kv)
-  return (
+  parts = [
     part(spec=dataclasses.replace(request.spec, causal=False)),
     part(
       spec=wide,
       formats=("bf16", "bf16"),
       max_keys=ring_pages(request.recent_window, request.page_size) * request.page_size,
     ),
-  )
+  ]
+  return (*parts, *(() if request.new_kv else (part(),)))
 
 
 def unsupported(request: AttentionRequest) -> str | None:
@@ -48,27 +51,27 @@ def unsupported(request: AttentionRequest) -> str | None:
   return None
 
 
-def attend(q, cache, batch, spec, new_kv, sinks, *, run_pages: Callable, run_ring: Callable):
-  """`run_pages`, `run_ring`: as prefill's functions for the requests above."""
-  where = (recent.spans if new_kv is None else recent.past_spans)(cache.recent, batch)
+def attend(q, cache, batch, spec, new_kv, sinks, *, runs: Sequence[Callable]):
+  """`runs`: prefill's functions for the requests above."""
+  window = cache.recent
+  where = (recent.spans if new_kv is None else recent.past_spans)(window, batch)
+  has_ring = where.ring < window.num_rings
   q = q.astype(jnp.bfloat16).astype(jnp.float32)  # so that parts come unrounded
-  wide = dataclasses.replace(spec, read_path="bf16")
-  paged = dataclasses.replace(batch, kv_lens=where.start)
-  ringed = recent.ring_batch(cache.recent, batch, where)
-  pages = dataclasses.replace(cache, recent=None)
-  states = [
-    run_pages(q, pages, paged, dataclasses.replace(spec, causal=False), None, None),
-    run_ring(
-      q,
-      recent.ring_cache(cache.recent),
-      ringed,
-      dataclasses.replace(wide, causal=new_kv is None),
-      None,
-      None,
-    ),
-  ]
+  pages, rings = dataclasses.replace(cache, recent=None), recent.ring_cache(window)
+  wide = dataclasses.replace(spec, read_path="bf16", causal=new_kv is None)
+  unmasked = dataclasses.replace(spec, causal=False)
+
+  def of_pages(run, lens, spec):
+    return run(q, pages, dataclasses.replace(batch, kv_lens=lens), spec, None, None)
+
+  states = [runs[1](q, rings, recent.ring_batch(window, batch, where), wide, None, None)]
   if new_kv is not None:
     from nvfp4_pallas.kernels import prefill_mosaic_sm90 as kernel
 
+    states.append(of_pages(runs[0], where.start, unmasked))
     states.append(kernel.attention_to_rows(q, new_kv, batch, spec, out_dtype=jnp.float32))
+  else:
+    states.append(of_pages(runs[0], jnp.where(has_ring, where.start, 0), unmasked))
+    if batch.ring_ids is not None:  # else every sequence has a ring
+      states.append(of_pages(runs[2], jnp.where(has_ring, 0, where.start), spec))
   return attention.add_sinks(functools.reduce(attention.merge_two, states), sinks)
