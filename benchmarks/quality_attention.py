@@ -66,7 +66,8 @@ _LONG = _named("fp8", "nvfp4", "nvfp4 hadK 4/6")
 _LONGEST = 131072
 
 FULL = (
-  *(Case(p, n, configs.CONFIGS) for n in (1024, 8192) for p in quality_data.PATTERNS),
+  *(Case(p, 1024, configs.CONFIGS) for p in quality_data.PATTERNS),
+  *(Case(p, 8192, configs.CONFIGS if p == "peaky" else _MANY) for p in quality_data.PATTERNS),
   *(Case(p, 32768, _MANY) for p in quality_data.PATTERNS),
   *(Case(p, _LONGEST, _LONG) for p in ("gauss", "peaky")),
   *(Case("gauss", 8192, _FEW, head_dim=d) for d in (64, 256)),
@@ -187,12 +188,11 @@ def by_prefill(config, inputs: Inputs, implementation):
 def by_decode_of_a_text(config, inputs: Inputs, implementation):
   """Token by token: each is appended and then attends to all so far."""
   cache, pages = _empty(config, inputs, 1)
-  arrays = [jnp.asarray(x) for x in (inputs.q, inputs.k, inputs.v)]
+  q = jnp.asarray(inputs.q)
   run = _text(config.read_path, config.q_levels, implementation)
-  out, lse = run(cache, pages, *arrays)
+  out, lse = run(cache, pages, q, *_rows(inputs))
   batch = nv.RaggedBatch.for_decode(pages, jnp.ones((1,), jnp.int32))
-  q = arrays[0][:1]
-  who = _who(decode_op.resolve_decode, q, cache, config, batch, implementation, causal=True)
+  who = _who(decode_op.resolve_decode, q[:1], cache, config, batch, implementation, causal=True)
   return np.asarray(out), np.asarray(lse), who, None
 
 
@@ -224,7 +224,7 @@ def _text(read_path: str, q_levels: int, implementation: str | None):
     def step(cache, token):
       position, q, k, v = token
       batch = nv.RaggedBatch.for_decode(pages, position[None] + 1)
-      cache = nv.append(cache, k[None], v[None], batch, implementation=implementation)
+      cache = nv.append(cache, k[None], v[None], batch)
       out, lse = decode(q[None], cache, batch)
       return cache, (out[0], lse[0])
 
@@ -233,7 +233,7 @@ def _text(read_path: str, q_levels: int, implementation: str | None):
   return jax.jit(run)
 
 
-append = jax.jit(nv.append, static_argnames="implementation", donate_argnums=0)
+append = jax.jit(nv.append, donate_argnums=0)
 
 
 def _empty(config: QualityConfig, inputs: Inputs, num_rings: int):
@@ -256,7 +256,12 @@ def _filled(config: QualityConfig, inputs: Inputs, num_rings: int):
   cache, pages = _empty(config, inputs, num_rings)
   tokens = len(inputs.k)
   batch = _one_sequence(pages, tokens, tokens)
-  return append(cache, jnp.asarray(inputs.k), jnp.asarray(inputs.v), batch), pages
+  return append(cache, *_rows(inputs), batch), pages
+
+
+def _rows(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+  """K and V as a model gives them to append; what is judged is against the wide ones."""
+  return jnp.asarray(inputs.k, jnp.bfloat16), jnp.asarray(inputs.v, jnp.bfloat16)
 
 
 def _one_sequence(pages: jax.Array, tokens: int, rows: int) -> nv.RaggedBatch:

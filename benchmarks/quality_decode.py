@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks import llama
 from benchmarks.quality_compare import compare, mean_of_rows, mean_of_samples
 from benchmarks.quality_metrics import Number
-from benchmarks.quality_serving import Server
+from benchmarks.quality_serving import Server, join
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,24 +47,21 @@ def next_tokens(model: llama.Model, hidden: jax.Array, key: jax.Array, sample: b
 def generate(server: Server, prompts: np.ndarray, chunk: int, n: int, sample: bool) -> Generated:
   """n tokens after each of prompts [num_seqs, length]."""
   server.reset()
-  hidden, keys = (
-    server.prefill(prompts, chunk, "wide")[:, -1],
-    jax.random.split(jax.random.key(0), n),
-  )
+  hidden = server.prefill(prompts, chunk, "wide")[:, -1:]
   tokens, states = [], []
-  for key in keys:
+  for key in jax.random.split(jax.random.key(0), n):
     states.append(hidden)
-    tokens.append(next_tokens(server.model, hidden, key, sample))
-    hidden = server.advance(tokens[-1][:, None], "stored")[:, 0]
-  return Generated(np.asarray(jnp.stack(tokens, axis=1)), jnp.stack(states, axis=1))
+    tokens.append(next_tokens(server.model, hidden[:, 0], key, sample)[:, None])
+    hidden = server.advance(tokens[-1], "stored")
+  return Generated(np.asarray(join(tokens)), join(states))
 
 
 def follow(server: Server, prompts: np.ndarray, chunk: int, tokens: np.ndarray) -> Generated:
   """The given tokens, as if they had been generated."""
   server.reset()
-  states = [server.prefill(prompts, chunk, "wide")[:, -1]]
-  states += [server.advance(tokens[:, [i]], "stored")[:, 0] for i in range(tokens.shape[1] - 1)]
-  return Generated(tokens, jnp.stack(states, axis=1))
+  states = [server.prefill(prompts, chunk, "wide")[:, -1:]]
+  states += [server.advance(tokens[:, [i]], "stored") for i in range(tokens.shape[1] - 1)]
+  return Generated(tokens, join(states))
 
 
 def reference(server: Server, prompts: np.ndarray, chunk: int, n: int) -> Reference:

@@ -13,6 +13,7 @@ never looks into its cache.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -89,7 +90,7 @@ def full_plan(context: int = 8192) -> Plan:
     windows=(("docs", 4), ("code", 2), ("reasoning", 2)),
     chunks=((min(2048, context // 4), "wide"), (64, "wide"), (16, "wide"), STORED),
     recall_lengths=tuple(n for n in (1024, 4096, 8192) if n <= context),
-    recall_chunks=((64, "wide"), STORED),
+    recall_chunks=((64, "wide"),),  # what is asked for lies in pages, however new tokens are read
     recall_prompts=8,
     prompt=min(1024, context // 2),
     generated=256,
@@ -153,7 +154,7 @@ class Run:
       [material.windows(text, count, plan.context) for text, count in plan.windows]
     )
     self.recall = {n: _first(material.recall[n], plan.recall_prompts) for n in plan.recall_lengths}
-    self.k_means = k_means(self.model, material.calibration)
+    self.calibration = material.calibration
     server = self.server(BF16)
     self.hidden = {chunks: self._read(server, chunks) for chunks in plan.chunks}
     self.generated = quality_decode.reference(
@@ -167,8 +168,12 @@ class Run:
       num_seqs=self.plan.num_seqs,
       context=self.plan.context,
       implementation=self.implementation,
-      k_means=self.k_means,
+      k_means=self.k_means if config.k_mean else None,
     )
+
+  @functools.cached_property
+  def k_means(self) -> jax.Array:
+    return k_means(self.model, self.calibration)
 
   def _read(self, server: Server, chunks: Chunks) -> jax.Array:
     """The hidden states of all windows that predict what is counted."""

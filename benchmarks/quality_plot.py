@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from benchmarks.quality_configs import bits_per_value
 from benchmarks.quality_rows import QualityRow
 
-_COLORS = [f"C{i}" for i in range(10)]
 SIZES_AT = 8192
 _MARKERS = "osD^vPX*<>"
 
@@ -57,11 +56,14 @@ def size_against_error(rows: Sequence[QualityRow]):
   figure, axes = _figure("Error against size, the mean over data of one context", len(panels))
   for axis, (title, (context, points)) in zip(axes, panels.items(), strict=True):
     for i, (name, (bits, error)) in enumerate(points.items()):
-      marker, color = _MARKERS[i % len(_MARKERS)], _COLORS[i % len(_COLORS)]
-      axis.loglog(bits, error, marker, color=color, label=name)
-    axis.step(*zip(*pareto(points.values()), strict=True), where="post", color="0.6", zorder=0)
+      axis.loglog(bits, error, _marker(i), color=_color(i), label=name)
+    best = pareto(points.values())
+    axis.step(*zip(*best, strict=True), where="post", color="0.6", zorder=0)
+    for name, point in points.items():
+      if point in best:
+        axis.annotate(name, point, xytext=(4, -9), textcoords="offset points", fontsize=7)
     axis.set(title=f"{title}, {context} tokens", xlabel=f"bits a value, of {SIZES_AT} tokens")
-    _ticks(axis, (4.5, 5, 6, 8, 16), "{}".format)
+    _ticks(axis, (4.5, 5, 6, 7, 8, 9), "{}".format)
     axis.legend(fontsize=6, ncols=2)
   return figure
 
@@ -85,12 +87,21 @@ def _points(rows: Sequence[QualityRow]) -> tuple[int, dict[str, tuple[float, flo
   context = max({r.context for r in rows}, key=lambda n: (configs(n), n))
   found: dict = {}
   for row in rows:
-    if row.context == context and row.value > 0:  # BF16 has no error beside itself
+    if row.context == context and row.config.k_format != "bf16":  # which is the measure
       found.setdefault(row.config, []).append(row.value)
   return context, {
     config.name: (bits_per_value(config, SIZES_AT), statistics.fmean(values))
     for config, values in found.items()
   }
+
+
+def _marker(i: int) -> str:
+  return _MARKERS[i % len(_MARKERS)]
+
+
+def _color(i: int) -> str:
+  """One of ten, shifted after each round of markers, so that no two look alike."""
+  return f"C{(i + i // len(_MARKERS)) % 10}"
 
 
 def _ticks(axis, places, write: Callable) -> None:
@@ -123,10 +134,7 @@ def error_against_length(rows: Sequence[QualityRow]):
       line = sorted(
         (r.context, r.value) for r in chosen if r.data == pattern and r.config == config
       )
-      style = f"{_MARKERS[i % len(_MARKERS)]}-"
-      axis.loglog(
-        *zip(*line, strict=True), style, color=_COLORS[i % len(_COLORS)], label=config.name
-      )
+      axis.loglog(*zip(*line, strict=True), f"{_marker(i)}-", color=_color(i), label=config.name)
     axis.set(title=pattern, xlabel="keys")
     _ticks(axis, lengths(data=pattern), lambda n: f"{n // 1024}K")
   axes[-1].legend(fontsize=7)

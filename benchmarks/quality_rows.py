@@ -73,8 +73,14 @@ _NUMBERS = ("value", "ci_low", "ci_high", "bits_per_value")
 
 
 def to_json(row: QualityRow) -> str:
-  """One line; fields that are None are left out, numbers keep six digits."""
+  """One line; fields that are None, and a config's that are its class's defaults, are left out;
+  numbers keep six digits."""
   fields = dataclasses.asdict(row)
+  fields["config"] = {
+    f.name: fields["config"][f.name]
+    for f in dataclasses.fields(row.config)
+    if fields["config"][f.name] != f.default
+  }
   for name in _NUMBERS:
     fields[name] = None if fields[name] is None else _written(float(fields[name]))
   return json.dumps({n: f for n, f in fields.items() if f is not None}, allow_nan=False)

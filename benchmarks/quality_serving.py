@@ -159,7 +159,7 @@ class Server:
   def prefill(self, tokens: np.ndarray, chunk: int, newest: str) -> jax.Array:
     """tokens [num_seqs, n] in chunks, after what there is: hidden states [num_seqs, n, hidden]."""
     starts = range(0, tokens.shape[1], chunk)
-    return jnp.concatenate([self.advance(tokens[:, s : s + chunk], newest) for s in starts], axis=1)
+    return join([self.advance(tokens[:, s : s + chunk], newest) for s in starts])
 
   def who(self, n: int, newest: str) -> str:
     """The implementation of the attention of a step of n tokens."""
@@ -177,6 +177,14 @@ class Server:
     by_decode = newest == "stored" and n == 1
     resolve = decode_op.resolve_decode if by_decode else prefill_op.resolve_prefill
     return resolve(request, self.implementation).implementation
+
+
+def join(parts: list[jax.Array]) -> jax.Array:
+  """Concatenates on axis 1, some at a time: compiling it for a thousand takes longer than a run."""
+  while len(parts) > 1:
+    some = range(0, len(parts), 32)
+    parts = [jnp.concatenate(parts[i : i + 32], axis=1) for i in some]
+  return parts[0]
 
 
 def k_means(model: llama.Model, tokens: np.ndarray) -> jax.Array:

@@ -11,6 +11,8 @@ from benchmarks.quality_rows import QualityRow
 WIDTH = 100
 _NAME = 24
 _CELL = 8  # the width of a number
+_OPERATION = 20
+_METRICS = 5  # that fit beside an operation
 # Of the levels that have them: (metric, heading, how to write it).
 _COLUMNS = {
   "attention": (
@@ -59,26 +61,32 @@ def _short(distribution: str) -> str:
 
 def _of_cases(rows: Sequence[QualityRow], columns) -> list[str]:
   """A block for each case, a line for each config."""
-  if columns is None:  # as they come
-    metrics = list(dict.fromkeys(row.metric for row in rows))
-    columns = [(metric, metric[:9], ".4g") for metric in metrics][:7]
   lines = []
   case = lambda row: (row.data, row.context, row.head_dim)
   for (data, context, head_dim), group in _grouped(rows, case):
     if lines:
       lines.append("")
     title = f"{data}, {context} keys, D {head_dim}"
-    head = f"{'':{_NAME}}{'bits':>5}" + "".join(f"{heading:>{_CELL}}" for _, heading, _ in columns)
+    # What a model did, and what came of it, differs by data; of one layer it does not.
+    shown = columns or _first_metrics(group)
+    name_width = _NAME if columns else _NAME + _OPERATION
+    head = f"{'':{name_width}}{'bits':>5}" + "".join(f"{h:>{_CELL}}" for _, h, _ in shown)
     lines += [title, head, "-" * len(head)]
-    for _, of_config in _grouped(group, lambda row: (row.config.name, row.operation)):
-      lines.append(_line(of_config, columns, group))
+    for (_, operation), of_config in _grouped(group, lambda r: (r.config.name, r.operation)):
+      lines.append(_line(of_config, shown, group, "" if columns else operation))
   return lines
 
 
-def _line(rows: Sequence[QualityRow], columns, others: Sequence[QualityRow]) -> str:
+def _first_metrics(rows: Sequence[QualityRow]):
+  metrics = list(dict.fromkeys(row.metric for row in rows))[:_METRICS]
+  return [(metric, metric.replace("answer_", "")[: _CELL - 1], ".2g") for metric in metrics]
+
+
+def _line(rows: Sequence[QualityRow], columns, others: Sequence[QualityRow], operation: str) -> str:
   of, config, bits = {row.metric: row.value for row in rows}, rows[0].config, rows[0].bits_per_value
   cells = "".join(f"{f'{of[m]:{spec}}' if m in of else '':>{_CELL}}" for m, _, spec in columns)
-  line = f"{config.name:{_NAME}}{'' if bits is None else f'{bits:.2f}':>5}{cells}"
+  name = f"{config.name:{_NAME}}" + (f"{operation:{_OPERATION}}" if operation else "")
+  line = f"{name}{'' if bits is None else f'{bits:.2f}':>5}{cells}"
   return f"{line}{_of_q(rows[0], of, others)}{_stale(rows)}".rstrip()
 
 
