@@ -277,6 +277,9 @@ CASES = (
     donate=(0,),
   ),
   Case("append/recent", append_recent, 56, donate=(0,)),
+  Case(
+    "append/recent_four_over_six", lambda: append_recent(scale_search="four_over_six"), 96, (0,)
+  ),
   # 168 registers a thread let three blocks of 128 threads onto a multiprocessor, 255 let two.
   Case(
     "decode/nvfp4",
