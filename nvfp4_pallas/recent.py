@@ -45,26 +45,24 @@ class Spans:
 
 def past_spans(recent: RecentWindow, batch: RaggedBatch) -> Spans:
   """Of the tokens before this step, whether they were appended already or not."""
-  ring, has_ring = _rings(recent, batch)
-  end = jnp.maximum(batch.kv_lens - batch.q_lens, 0)
   # A sequence that begins has no past, whatever the ring's last one left in `starts`.
-  start = jnp.minimum(recent.starts.at[ring].get(mode="clip"), end)
-  return Spans(ring, jnp.where(has_ring, start, end), end)
+  return _spans(recent, batch, jnp.maximum(batch.kv_lens - batch.q_lens, 0))
 
 
 def spans(recent: RecentWindow, batch: RaggedBatch) -> Spans:
   """Of all tokens, once this step's are appended."""
-  ring, has_ring = _rings(recent, batch)
-  start = jnp.minimum(recent.starts.at[ring].get(mode="clip"), batch.kv_lens)
-  return Spans(ring, jnp.where(has_ring, start, batch.kv_lens), batch.kv_lens)
+  return _spans(recent, batch, batch.kv_lens)
 
 
-def _rings(recent: RecentWindow, batch: RaggedBatch) -> tuple[jax.Array, jax.Array]:
+def _spans(recent: RecentWindow, batch: RaggedBatch, end: jax.Array) -> Spans:
   ids = batch.ring_ids
   if ids is None:
-    ids = jnp.arange(batch.num_seqs, dtype=jnp.int32)
+    starts = recent.starts[: batch.num_seqs]
+    return Spans(jnp.arange(batch.num_seqs, dtype=jnp.int32), jnp.minimum(starts, end), end)
   has_ring = (ids >= 0) & (ids < recent.num_rings)
-  return jnp.where(has_ring, ids, recent.num_rings), has_ring
+  starts = recent.starts.at[ids].get(mode="clip")
+  start = jnp.where(has_ring, jnp.minimum(starts, end), end)
+  return Spans(jnp.where(has_ring, ids, recent.num_rings), start, end)
 
 
 def check_rings(recent: RecentWindow | None, batch: RaggedBatch) -> None:
@@ -148,7 +146,7 @@ def plan_append(
     leaving=leaving,
     to_pages=jnp.where(stays, -1, page_slots),
     to_rings=jnp.where(stays, ring_page * page_size + place % page_size, -1),
-    starts=starts_after(recent, batch, page_size),
+    starts=with_starts(recent, batch, start),
   )
 
 
@@ -160,13 +158,12 @@ def start_after(recent: RecentWindow, batch: RaggedBatch, page_size: int) -> jax
   return jnp.where(has_ring, jnp.maximum(past.start, outside), batch.kv_lens)
 
 
-def starts_after(recent: RecentWindow, batch: RaggedBatch, page_size: int) -> jax.Array:
-  """int32 [num_rings]: recent.starts once this step is appended."""
-  start, (ring, _) = start_after(recent, batch, page_size), _rings(recent, batch)
-  # No scatter: on a GPU it is a kernel more.
-  mine = ring[None, :] == jnp.arange(recent.num_rings, dtype=jnp.int32)[:, None]
-  found = jnp.max(jnp.where(mine, start[None, :], -1), axis=1, initial=-1)
-  return jnp.where(found < 0, recent.starts, found)
+def with_starts(recent: RecentWindow, batch: RaggedBatch, start: jax.Array) -> jax.Array:
+  """recent.starts with `start` int32 [num_seqs] for the rings of the batch."""
+  ids = batch.ring_ids
+  if ids is None:
+    return recent.starts.at[: batch.num_seqs].set(start)
+  return recent.starts.at[jnp.where(ids < 0, recent.num_rings, ids)].set(start, mode="drop")
 
 
 def open_rings(cache: PagedKVCache, ring_ids: jax.Array, kv_lens: jax.Array) -> PagedKVCache:

@@ -94,11 +94,15 @@ def _paged_lens(arrays, problem: Problem) -> list[int]:
   lens = [int(n) for n in arrays["kv_lens"]]
   if problem.rings is None:
     return lens
-  rings = arrays["ring_ids"], arrays["starts"]
+  starts = arrays["starts"]
   return [
-    min(int(rings[1][ring]), n) if 0 <= ring < problem.rings.num_rings else n
-    for n, ring in zip(lens, rings[0], strict=True)
+    min(int(starts[ring]), n) if 0 <= ring < problem.rings.num_rings else n
+    for n, ring in zip(lens, _ring_ids(arrays), strict=True)
   ]
+
+
+def _ring_ids(arrays) -> np.ndarray:
+  return arrays.get("ring_ids", np.arange(len(arrays["kv_lens"])))
 
 
 def _readable_newest(arrays, problem: Problem) -> dict[str, np.ndarray]:
@@ -106,7 +110,7 @@ def _readable_newest(arrays, problem: Problem) -> dict[str, np.ndarray]:
   rings, page_size = problem.rings, problem.page_size
   live = np.zeros((rings.num_rings * rings.of_ring, page_size), bool)
   paged = _paged_lens(arrays, problem)
-  for start, kv_len, ring in zip(paged, arrays["kv_lens"], arrays["ring_ids"], strict=True):
+  for start, kv_len, ring in zip(paged, arrays["kv_lens"], _ring_ids(arrays), strict=True):
     if 0 <= ring < rings.num_rings:
       keys = np.arange(start, -(-int(kv_len) // rings.tile) * rings.tile)
       live[ring * rings.of_ring + keys // page_size % rings.of_ring, keys % page_size] = True

@@ -344,6 +344,26 @@ class RecentTest(DecodeTestCase):
       (a[rows] for a in expected),
     )
 
+  def test_rings_by_number(self):
+    built = self.recent()
+    ids = np.asarray(built.batch.ring_ids)
+    starts = np.asarray(built.cache.recent.starts)
+    # Those with rings, in the order of their rings.
+    rows = np.asarray([s for s in np.argsort(ids) if 0 <= ids[s] < len(starts)])
+    self.assertGreater(len(rows), 4)
+    some = part(built, rows)
+    pages = built.cache.recent.ring_pages
+    keep = (ids[rows][:, None] * pages + np.arange(pages)).reshape(-1)
+    recent = built.cache.recent
+    recent = dataclasses.replace(
+      recent,
+      k=dataclasses.replace(recent.k, data=recent.k.data[keep]),
+      v=dataclasses.replace(recent.v, data=recent.v.data[keep]),
+      starts=recent.starts[ids[rows]],
+    )
+    some = dataclasses.replace(some, cache=dataclasses.replace(built.cache, recent=recent))
+    self.check_built(some, spec_of(self.CASE))
+
   def test_a_window_is_refused(self):
     spec = spec_of(self.CASE, window=30)
     built = self.recent()

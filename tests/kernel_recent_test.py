@@ -43,6 +43,7 @@ def leaves(cache) -> dict[str, np.ndarray]:
 
 class StepTest(TestCase):
   def check(self, formats=("nvfp4", "nvfp4"), heads=2, dims=(64, 64), page_size=16, tokens=20, **o):
+    by_number = o.pop("by_number", False)
     r = np.random.default_rng(0)
     cache = nv.PagedKVCache.create(
       num_pages=SEQS * PAGES,
@@ -57,7 +58,7 @@ class StepTest(TestCase):
       **o,
     )
     table = jnp.asarray(r.permutation(SEQS * PAGES).reshape(SEQS, PAGES), jnp.int32)
-    ids = jnp.asarray([3, 0, -1, 5, 1], jnp.int32)
+    ids = None if by_number else jnp.asarray([3, 0, -1, 5, 1], jnp.int32)
     lens = np.zeros(SEQS, np.int64)
     # The first is long; then a page leaves here and there.
     for step, q_lens in enumerate(((70, 0, 19, 31, 3), (1,) * 5, (0, 1, 2, 17, 0), (1,) * 5)):
@@ -78,27 +79,34 @@ class StepTest(TestCase):
   def check_step(self, cache, k, v, batch, want):
     window = cache.recent
     step = append_recent_ptx.Step(
-      window.tokens, window.num_rings, window.ring_pages, batch.num_seqs, batch.max_pages
+      window.tokens,
+      window.num_rings,
+      window.ring_pages,
+      batch.num_seqs,
+      batch.max_pages,
+      by_number=batch.ring_ids is None,
     )
     rows = kernel.page_rows(cache.k), kernel.page_rows(cache.v)
     program, programs = append_recent_ptx.append_program(*rows, step)
     inputs = {
       "kv_lens": batch.kv_lens,
       "cu_q_lens": batch.cu_q_lens,
-      "ring_ids": batch.ring_ids,
       "starts": window.starts,
       "table": batch.page_table,
       "k_rows": k,
       "v_rows": v,
     }
+    if batch.ring_ids is not None:
+      inputs["ring_ids"] = batch.ring_ids
     for name, pool in (("k", cache.k), ("v", cache.v)):
       if pool.global_scale is not None:
         inputs[f"{name}_global_scale"] = pool.global_scale
-    memory = ptx_emulator.Memory(inputs=inputs, in_place=leaves(cache))
+    start = jax.ShapeDtypeStruct((batch.num_seqs,), jnp.int32)
+    memory = ptx_emulator.Memory(inputs, {"start": start}, in_place=leaves(cache))
     ptx_emulator.run(program, memory, programs=range(programs), threads=append_recent_ptx.THREADS)
     for name, expected in leaves(want).items():
       np.testing.assert_array_equal(memory.array(name), expected, err_msg=name)
-    starts = recent.starts_after(window, batch, cache.page_size)
+    starts = recent.with_starts(window, batch, jnp.asarray(memory.array("start")))
     np.testing.assert_array_equal(starts, want.recent.starts)
 
   @parameterized.parameters((1, 16), (16, 16), (20, 32), (64, 16))
@@ -112,6 +120,9 @@ class StepTest(TestCase):
   )
   def test_formats(self, formats, heads, dims):
     self.check(formats, heads, dims)
+
+  def test_rings_by_number(self):
+    self.check(by_number=True)
 
   def test_scales(self):
     self.check(k_global_scale=jnp.asarray([0.3, 2.7], jnp.float32), scale_search="four_over_six")

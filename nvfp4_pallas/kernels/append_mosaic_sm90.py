@@ -88,33 +88,37 @@ def move(
 
 
 def append_step(
-  cache: kv_cache.PagedKVCache,
-  k: jax.Array,
-  v: jax.Array,
-  batch: RaggedBatch,
-  starts: jax.Array,
-) -> kv_cache.PagedKVCache:
+  cache: kv_cache.PagedKVCache, k: jax.Array, v: jax.Array, batch: RaggedBatch
+) -> tuple[kv_cache.PagedKVCache, jax.Array]:
   """Rows of a step to the rings, and what leaves those to the pages; see append_recent_ptx.py.
 
   Args:
     cache: with a recent window; donated under jit, it is updated in place.
     k, v: bfloat16 [tokens, num_kv_heads, head_dim], no more than the window's tokens.
-    starts: int32 [num_rings], recent.starts afterwards.
+
+  Returns:
+    The cache but for recent.starts, and of each sequence what is in its pages now, int32
+    [num_seqs].
   """
   window = cache.recent
   assert window is not None
   step = append_recent_ptx.Step(
-    window.tokens, window.num_rings, window.ring_pages, batch.num_seqs, batch.max_pages
+    tokens=window.tokens,
+    num_rings=window.num_rings,
+    of_ring=window.ring_pages,
+    num_seqs=batch.num_seqs,
+    max_pages=batch.max_pages,
+    by_number=batch.ring_ids is None,
   )
   program, programs = append_recent_ptx.append_program(page_rows(cache.k), page_rows(cache.v), step)
-  ids = batch.ring_ids
   arrays = {
     "kv_lens": batch.kv_lens,
     "cu_q_lens": batch.cu_q_lens,
-    "ring_ids": jnp.arange(batch.num_seqs, dtype=jnp.int32) if ids is None else ids,
     "starts": window.starts,
     "table": batch.page_table,
   }
+  if batch.ring_ids is not None:
+    arrays["ring_ids"] = batch.ring_ids
   refs = {}
   for name, pool, ring, x in (("k", cache.k, window.k, k), ("v", cache.v, window.v, v)):
     pages = zip(("data", "block_scale"), kv_cache.pool_arrays(pool), strict=False)
@@ -124,9 +128,16 @@ def append_step(
     arrays |= mine | {f"{name}_rows": x}
     if pool.global_scale is not None:
       arrays[f"{name}_global_scale"] = pool.global_scale
-  ptx_launch.Kernel(
-    "kv_append_step", program, programs, 0, {}, threads=append_recent_ptx.THREADS
-  ).launch(arrays)
+  start = jax.ShapeDtypeStruct((batch.num_seqs,), jnp.int32)
+  kernel = ptx_launch.Kernel(
+    "kv_append_step",
+    program,
+    programs,
+    smem_bytes=0,
+    makes={"start": start},
+    threads=append_recent_ptx.THREADS,
+  )
+  made = kernel.launch(arrays)
   written = {name: jax.freeze(ref) for name, ref in refs.items()}
 
   def pool_of(name: str, pool: kv_cache.PagePool) -> kv_cache.PagePool:
@@ -137,12 +148,13 @@ def append_step(
     name: dataclasses.replace(pool, data=written[f"{name}_ring"])
     for name, pool in (("k", window.k), ("v", window.v))
   }
-  return dataclasses.replace(
+  cache = dataclasses.replace(
     cache,
     k=pool_of("k", cache.k),
     v=pool_of("v", cache.v),
-    recent=dataclasses.replace(window, **rings, starts=starts),
+    recent=dataclasses.replace(window, **rings),
   )
+  return cache, made["start"]
 
 
 def step_supported(cache: kv_cache.PagedKVCache, tokens: int, interpret) -> bool:

@@ -22,7 +22,6 @@ from nvfp4_pallas.kernels.ptx import Mem, Ptx, Reg
 
 THREADS = 256
 PIECE = 8  # values that are copied at once
-LENGTHS = ("kv_lens", "cu_q_lens", "ring_ids", "starts", "table")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +32,7 @@ class Step:
     tokens: of the window.
     num_rings, of_ring: rings, and pages of each.
     num_seqs, max_pages: of the page table.
+    by_number: sequence s has ring s, and there are no ring_ids.
   """
 
   tokens: int
@@ -40,16 +40,28 @@ class Step:
   of_ring: int
   num_seqs: int
   max_pages: int
+  by_number: bool = False
+
+  @property
+  def pointers(self) -> tuple[str, ...]:
+    ids = () if self.by_number else ("ring_ids",)
+    return ("kv_lens", "cu_q_lens", *ids, "starts", "table", "start")
 
 
 def append_program(k: Rows, v: Rows, step: Step) -> tuple[Ptx, int]:
   """The program and the number of its blocks of THREADS."""
-  p = Ptx((*k.pointers("k"), "k_ring", *v.pointers("v"), "v_ring", *LENGTHS))
+  p = Ptx((*k.pointers("k"), "k_ring", *v.pointers("v"), "v_ring", *step.pointers))
   heads, thread = k.num_heads, p.thread  # before all branches
   seq, rest = p.program // (2 * heads), p.program % (2 * heads)
   head = rest % heads
   of_k = rest < heads
   spans = _Spans(p, step, k.page_size, seq)
+  p.store(
+    "global",
+    Mem(p.address(p.pointer("start"), seq, 4)),
+    [spans.start],
+    when=rest.eq(0) & thread.eq(0),
+  )
   for name, rows in (("k", k), ("v", v)):
     with p.when(of_k, unless=name == "v"):
       _Head(p, name, rows, step, spans, seq, head, thread).write()
@@ -64,13 +76,15 @@ class _Spans:
     end, kv_len: tokens before the step, and after it.
     has_ring, ring: whether it has one, and which.
     old, stop: the tokens old .. stop - 1 leave the ring.
+    start: the first token that is not in the pages, after the step.
   """
 
   def __init__(self, p: Ptx, step: Step, page_size: int, seq: Reg):
     def number(name: str, index: Reg) -> Reg:
       return p.load("global.nc", Mem(p.address(p.pointer(name), index, 4)))[0]
 
-    self.kv_len, ring = number("kv_lens", seq), number("ring_ids", seq)
+    self.kv_len = number("kv_lens", seq)
+    ring = seq if step.by_number else number("ring_ids", seq)
     self.first_row, after = number("cu_q_lens", seq), number("cu_q_lens", seq + 1)
     q_len = after - self.first_row
     self.end = p.select(self.kv_len > q_len, self.kv_len - q_len, 0)
@@ -80,6 +94,7 @@ class _Spans:
     outside = p.select(self.kv_len > step.tokens, self.kv_len - step.tokens, 0)
     start = p.maximum(self.old, outside // page_size * page_size)
     self.stop = p.minimum(start, self.end)
+    self.start = p.select(self.has_ring, start, self.kv_len)
 
 
 class _Head(Writer):

@@ -18,18 +18,25 @@ class RingPages:
   Attributes:
     keys, values: bf16.
     num_rings, of_ring: rings, and pages of each.
+    by_number: sequence s has ring s, and there are no ring_ids.
   """
 
   keys: Fragments
   values: Fragments
   num_rings: int
   of_ring: int
+  by_number: bool
 
   tile = 16  # keys that are copied at a time; they lie in one page
 
   @property
   def slot_bytes(self) -> int:
     return self.tile * max(self.keys.token_bytes, self.values.token_bytes)
+
+  @property
+  def pointers(self) -> tuple[str, ...]:
+    ids = () if self.by_number else ("ring_ids",)
+    return (*ids, "starts", "newest_k", "newest_v")
 
   def most_tiles(self, page_size: int) -> int:
     return self.of_ring * page_size // self.tile
@@ -90,7 +97,7 @@ class Problem:
     """The main program's pointers to what it reads."""
     pools = {"k_global": self.keys, "v_global": self.values}
     scales = (name for name, pool in pools.items() if pool.has_global_scale)
-    newest = () if self.rings is None else ("ring_ids", "starts", "newest_k", "newest_v")
+    newest = () if self.rings is None else self.rings.pointers
     return ("q", "table", "kv_lens", *scales, *self.pool_pointers, *newest)
 
 

@@ -179,11 +179,11 @@ def problem_of(q, cache: PagedKVCache, batch: RaggedBatch, spec: AttentionSpec, 
     window=spec.window,
     soft_cap=spec.soft_cap,
     out_dtype=jnp.dtype(out_dtype).name,
-    rings=_ring_pages(cache),
+    rings=_ring_pages(cache, batch),
   )
 
 
-def _ring_pages(cache: PagedKVCache) -> RingPages | None:
+def _ring_pages(cache: PagedKVCache, batch: RaggedBatch) -> RingPages | None:
   if cache.recent is None:
     return None
   return RingPages(
@@ -191,6 +191,7 @@ def _ring_pages(cache: PagedKVCache) -> RingPages | None:
     values=fragments("bf16", cache.v.head_dim),
     num_rings=cache.recent.num_rings,
     of_ring=cache.recent.ring_pages,
+    by_number=batch.ring_ids is None,
   )
 
 
@@ -258,9 +259,8 @@ def inputs(q, cache: PagedKVCache, batch: RaggedBatch) -> dict[str, jax.Array]:
     "v_scale": cache.v.block_scale,
   }
   if cache.recent is not None:
-    ids = batch.ring_ids
     arrays |= {
-      "ring_ids": jnp.arange(batch.num_seqs, dtype=jnp.int32) if ids is None else ids,
+      "ring_ids": batch.ring_ids,
       "starts": cache.recent.starts,
       "newest_k": cache.recent.k.data,
       "newest_v": cache.recent.v.data,

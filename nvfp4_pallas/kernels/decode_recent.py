@@ -51,7 +51,9 @@ class RecentWalk(WorkWalk):
   def _spans(self, seq: Reg, kv_len: Reg) -> tuple[Reg, Reg]:
     """A sequence's ring, and how many of its tokens are in the pages."""
     p, rings = self._p, self._pages.num_rings
-    (ring,) = p.load("global.nc", Mem(p.address(p.pointer("ring_ids"), seq, 4)))
+    ring = seq
+    if not self._pages.by_number:
+      (ring,) = p.load("global.nc", Mem(p.address(p.pointer("ring_ids"), seq, 4)))
     has_ring = ring < rings  # unsigned: negative numbers are none either
     ring = p.minimum(ring, rings - 1)
     (start,) = p.load("global.nc", Mem(p.address(p.pointer("starts"), ring, 4)))

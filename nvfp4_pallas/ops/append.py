@@ -103,12 +103,15 @@ def _append_recent(cache: PagedKVCache, k, v, batch, page_slots, implementation)
     from nvfp4_pallas.kernels import append_mosaic_sm90 as kernel
 
     if kernel.step_supported(cache, k.shape[0], current_target().interpret):
-      starts = recent.starts_after(window, batch, cache.page_size)
-      return kernel.append_step(cache, k, v, batch, starts)
+      cache, start = kernel.append_step(cache, k, v, batch)
+      assert cache.recent is not None
+      starts = recent.with_starts(window, batch, start)
+      return dataclasses.replace(cache, recent=dataclasses.replace(cache.recent, starts=starts))
   moves = recent.plan_append(window, batch, page_slots, cache.page_size)
   rings = recent.ring_cache(window)
   pages = _MOVE[write.implementation](cache, rings, moves.leaving)
-  if k.shape[0] > window.tokens:  # else no sequence has a row that is outside already
+  # With rings for all and no more rows than the window, none is outside already.
+  if k.shape[0] > window.tokens or batch.ring_ids is not None:
     pages = write.function(pages, k, v, moves.to_pages)
   rings = write.function(rings, k, v, moves.to_rings)
   window = dataclasses.replace(window, k=rings.k, v=rings.v, starts=moves.starts)
