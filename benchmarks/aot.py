@@ -116,6 +116,13 @@ class AotReport:
   def ops(self) -> collections.Counter[str]:
     return sum((k.ops for k in self.kernels), collections.Counter())
 
+  @property
+  def torn(self) -> list[str]:
+    """Kernels that change operands in place and stand in a fusion: see kernels/in_place.py."""
+    fused = re.findall(r"^%dynamic-slice-fusion[\s\S]*?^}", self.hlo, re.MULTILINE)
+    calls = (line for text in fused for line in text.splitlines() if "custom-call(" in line)
+    return [call.split()[0] for call in calls if "output_to_operand_aliasing=" in call]
+
 
 def compile_case(
   case: Case,
@@ -271,6 +278,8 @@ def verdict(case: Case, report: AotReport) -> str:
   """`ok`, or what is wrong with a case that compiles."""
   if report.spills:
     return f"FAIL spills {report.spills} bytes"
+  if report.torn:
+    return f"FAIL {len(report.torn)} calls in place are part of a fusion"
   if any(kernel.serialised for kernel in report.kernels):
     return "FAIL serialised wgmma"
   if report.registers > case.max_registers:

@@ -211,6 +211,64 @@ def append_recent(**options):
   return function, (cache, x, x, queries(cache, 64, 1, 4, max_pages=128)[2])
 
 
+def append_to_layers(layers=4, carried=False, **options):
+  """The operation inside a scan over layers, which slices caches or carries them."""
+  import nvfp4_pallas as nv
+
+  cache = abstract_cache(**options)
+  stacked = jax.tree.map(lambda a: S((layers, *a.shape), a.dtype), cache)
+  x = S((layers, 64, HEADS, HEAD_DIM), jnp.bfloat16)
+
+  def function(caches, k, v, batch):
+    def layer(_, inputs):
+      cache, k, v = inputs
+      with use_target(Target("sm_90")):
+        return None, nv.append(cache, k, v, batch, implementation="mosaic_sm90")
+
+    def layer_of_carry(caches, inputs):
+      i, k, v = inputs
+      cache = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), caches)
+      _, cache = layer(None, (cache, k, v))
+      put = lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, i, 0)
+      return jax.tree.map(put, caches, cache), None
+
+    if carried:
+      return jax.lax.scan(layer_of_carry, caches, (jnp.arange(layers), k, v))[0]
+    return jax.lax.scan(layer, None, (caches, k, v))[1]
+
+  return function, (stacked, x, x, queries(cache, 64, 1, 4, max_pages=128)[2])
+
+
+def decode_steps(steps=4):
+  """Decode inside a scan whose inputs are slices and whose results are stacked."""
+  run, (q, cache, batch) = decode(abstract_cache(), "nvfp4_dequant")
+  q, lens = S((steps, *q.shape), q.dtype), S((steps, *batch.kv_lens.shape), jnp.int32)
+
+  def function(cache, batch, q, lens):
+    def step(_, inputs):
+      q, kv_lens = inputs
+      return None, run(q, cache, dataclasses.replace(batch, kv_lens=kv_lens))
+
+    return jax.lax.scan(step, None, (q, lens))[1]
+
+  return function, (cache, batch, q, lens)
+
+
+def prefill_steps(steps=4):
+  """The same with prefill."""
+  run, (q, cache, batch) = whole(abstract_cache(), "nvfp4_dequant", q_len=512, seqs=2)
+  q, lens = S((steps, *q.shape), q.dtype), S((steps, *batch.kv_lens.shape), jnp.int32)
+
+  def function(cache, batch, q, lens):
+    def step(_, inputs):
+      q, kv_lens = inputs
+      return None, run(q, cache, dataclasses.replace(batch, kv_lens=kv_lens))
+
+    return jax.lax.scan(step, None, (q, lens))[1]
+
+  return function, (cache, batch, q, lens)
+
+
 CASES = (
   Case("definition/append_nvfp4", lambda: append_definition("nvfp4"), 0, donate=(0,)),
   Case("definition/append_fp8", lambda: append_definition("fp8"), 0, donate=(0,)),
@@ -277,6 +335,9 @@ CASES = (
     donate=(0,),
   ),
   Case("append/recent", append_recent, 56, donate=(0,)),
+  Case("append/layers", append_to_layers, 48, donate=(0,)),
+  Case("append/carried_layers", lambda: append_to_layers(carried=True), 48, donate=(0,)),
+  Case("append/recent_layers", lambda: append_to_layers(**RECENT), 56, donate=(0,)),
   Case(
     "append/recent_four_over_six", lambda: append_recent(scale_search="four_over_six"), 96, (0,)
   ),
@@ -325,6 +386,7 @@ CASES = (
     lambda: decode(abstract_cache(), "nvfp4_dequant", batch_invariant=True),
     168,
   ),
+  Case("decode/steps", decode_steps, 168),
   Case("decode/recent", lambda: decode(abstract_cache(**RECENT), "nvfp4_dequant"), 168),
   Case(
     "decode/recent_dim_64_group_3",
@@ -399,6 +461,7 @@ CASES = (
   Case("dense/new_rows", lambda: new_rows(), 168),
   Case("dense/new_rows_dim_256", lambda: new_rows(head_dim=256), 168),
   Case("fused/8k", lambda: whole(abstract_cache(), "nvfp4_dequant"), 168, max_instructions=3650),
+  Case("fused/steps", prefill_steps, 168),
   Case("fused/masks", lambda: masked_whole("nvfp4_dequant"), 168),
   Case("fused/not_causal", lambda: whole(abstract_cache(), "nvfp4_dequant", causal=False), 168),
   Case("fused/group_7", lambda: whole(abstract_cache(), "nvfp4_dequant", group=7, seqs=9), 168),

@@ -39,6 +39,7 @@ from nvfp4_pallas import format as nvfp4
 from nvfp4_pallas.batch import RaggedBatch
 from nvfp4_pallas.kernels import append_ptx, append_recent_ptx, common, ptx_launch
 from nvfp4_pallas.kernels.common import u32
+from nvfp4_pallas.kernels.in_place import fence
 
 
 def append(
@@ -63,7 +64,7 @@ def append(
   rows = tuple(page_rows(pool) for pool in (cache.k, cache.v))
   in_ptx = _not_in_ptx(rows, (str(k.dtype), str(v.dtype)), interpret) is None
   run = _append_in_ptx if in_ptx else partial(_append_in_pallas, interpret=interpret)
-  return run(cache, k, v, slots)
+  return fence(run(*fence((cache, k, v, slots))))
 
 
 def move(
@@ -79,7 +80,8 @@ def move(
   if interpret is None and all(
     append_ptx.supports(page_rows(pool)) for pool in (cache.k, cache.v, source.k, source.v)
   ):
-    return _append_in_ptx(cache, source.k.data, source.v.data, slots, from_pages=True)
+    arrays = fence((cache, source.k.data, source.v.data, slots))
+    return fence(_append_in_ptx(*arrays, from_pages=True))
 
   def rows(pool):
     return jnp.swapaxes(pool.data, 1, 2).reshape(-1, pool.num_kv_heads, pool.head_dim)
@@ -100,6 +102,7 @@ def append_step(
     The cache but for recent.starts, and of each sequence what is in its pages now, int32
     [num_seqs].
   """
+  cache, k, v, batch = fence((cache, k, v, batch))
   window = cache.recent
   assert window is not None
   step = append_recent_ptx.Step(
@@ -154,7 +157,7 @@ def append_step(
     v=pool_of("v", cache.v),
     recent=dataclasses.replace(window, **rings),
   )
-  return cache, made["start"]
+  return fence((cache, made["start"]))
 
 
 def step_supported(cache: kv_cache.PagedKVCache, tokens: int, interpret) -> bool:

@@ -32,6 +32,7 @@ from nvfp4_pallas.kernels import decode_attend, decode_join, decode_recent
 from nvfp4_pallas.kernels.decode_join import Join
 from nvfp4_pallas.kernels.decode_layout import WARPS, Problem, Ring, RingPages
 from nvfp4_pallas.kernels.decode_work import Cut
+from nvfp4_pallas.kernels.in_place import fence
 from nvfp4_pallas.kernels.mma_fragments import fragments
 from nvfp4_pallas.kernels.ptx_launch import Kernel
 from nvfp4_pallas.read_paths import AttentionSpec
@@ -145,9 +146,11 @@ def attend_and_join(
 ) -> tuple[jax.Array, jax.Array]:
   """out and lse: what the main program has whole, and what the join makes of its pieces."""
   made = attend.launch(arrays)
-  out, lse = jax.new_ref(made["out"]), jax.new_ref(made["lse"])
-  join.launch(arrays | made | {"out": out, "lse": lse})
-  return jax.freeze(out), jax.freeze(lse)
+  names = (name for name in join.program.parameters if name in arrays or name in made)
+  of_join = fence({name: (arrays | made)[name] for name in names})
+  out, lse = jax.new_ref(of_join["out"]), jax.new_ref(of_join["lse"])
+  join.launch(of_join | {"out": out, "lse": lse})
+  return fence((jax.freeze(out), jax.freeze(lse)))
 
 
 def unsupported(request: Any) -> str | None:

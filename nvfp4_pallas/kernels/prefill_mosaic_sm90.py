@@ -45,6 +45,7 @@ from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.kernels import dense_attend, dense_widen, fused_attend, k_units
 from nvfp4_pallas.kernels.decode_mosaic_sm90 import MULTIPROCESSORS, inputs, nothing_seen
 from nvfp4_pallas.kernels.dense_widen import Pages
+from nvfp4_pallas.kernels.in_place import fence
 from nvfp4_pallas.kernels.ptx import WARPGROUP
 from nvfp4_pallas.kernels.ptx_launch import Kernel
 from nvfp4_pallas.kernels.whole_attend import CONSUMERS, QUERY_ROWS
@@ -123,9 +124,11 @@ def _run(launched: list[Kernel], arrays: dict[str, Any]) -> tuple[jax.Array, jax
   for kernel in launched[:-1]:
     arrays |= kernel.launch(arrays)
   # Blocks take items by a counter, which begins at 0.
-  counter = jax.new_ref(arrays.get("counter", jnp.zeros((1,), jnp.int32)))
+  arrays.setdefault("counter", jnp.zeros((1,), jnp.int32))
+  arrays = fence({n: arrays[n] for n in launched[-1].program.parameters if n in arrays})
+  counter = jax.new_ref(arrays["counter"])
   made = launched[-1].launch(arrays | {"counter": counter})
-  return made["out"], made["lse"]
+  return fence((made["out"], made["lse"]))
 
 
 def kernels(
