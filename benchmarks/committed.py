@@ -108,6 +108,8 @@ def _what(row: dict) -> str:
   if row["read_path"] and row["data"].endswith("no mask"):
     return f"{row['read_path']}, no mask"
   what = row["read_path"] or "-"
+  if row["data"].startswith("a step"):
+    what = "a step"
   if "global scale" in row["data"]:
     what = f"g {row['data'].split()[-1]}"
   return f"{what.removeprefix('nvfp4_')} {row['levers']}" if row.get("levers") else what
@@ -116,7 +118,7 @@ def _what(row: dict) -> str:
 _SHAPE = ("phase", "batch", "q_len", "kv_len")
 _OPTIONS = ("page_size", "batch_invariant", "levers")
 _PEERS = {
-  "fp8": ((*_SHAPE, *_OPTIONS), {"implementation": "mosaic_sm90", "k_format": "fp8"}),
+  "fp8": ((*_SHAPE, *_OPTIONS, "data"), {"implementation": "mosaic_sm90", "k_format": "fp8"}),
   "cudnn": (_SHAPE, {"implementation": "cudnn"}),  # it has neither pages nor a choice
 }
 

@@ -27,6 +27,14 @@ def main(argv: list[str]) -> int:
     "--smoke", action="store_true", help="few configs and short contexts, about half a minute"
   )
   parser.add_argument("--implementation", help="who runs the operations; default: the device's")
+  parser.add_argument("--configs", nargs="+", choices=quality_configs.BY_NAME, metavar="CONFIG")
+  parser.add_argument(
+    "--plan",
+    choices=("full", "levers"),
+    default="full",
+    help="of level model: everything, or one text at 1,024 tokens, which a CPU reads in minutes",
+  )
+  parser.add_argument("--context", type=int, default=8192, help="of level model, plan full")
   parser.add_argument("--model", type=pathlib.Path, help="of level model: where its files are")
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/quality.jsonl"))
   parser.add_argument("--plot", type=pathlib.Path, metavar="DIR", help="also draw pictures there")
@@ -39,7 +47,7 @@ def main(argv: list[str]) -> int:
       return 1
     status = report(rows, [level for level in LEVELS if any(r.level == level for r in rows)])
   else:
-    rows = measure(options.levels, options.smoke, options.implementation, options.model)
+    rows = measure(options)
     quality_rows.write(rows, options.out)
     status = report(rows, options.levels, smoke=options.smoke)
     print(f"\nRows: {options.out}")
@@ -54,9 +62,8 @@ def main(argv: list[str]) -> int:
   return status
 
 
-def measure(
-  levels: list[str], smoke: bool, implementation: str | None, model: pathlib.Path | None
-) -> list[QualityRow]:
+def measure(options: argparse.Namespace) -> list[QualityRow]:
+  levels, smoke, implementation = options.levels, options.smoke, options.implementation
   rows = []
   if "format" in levels:
     from benchmarks import quality_data, quality_format
@@ -78,12 +85,16 @@ def measure(
 
     # Of a whole model nothing is calibrated but means: global scales of 1 fit its values.
     configs = [c for c in quality_configs.CONFIGS if c.global_scale == "1"]
+    if options.configs:
+      configs = [quality_configs.BY_NAME[name] for name in options.configs]
+    levers = options.plan == "levers"
     rows += quality_model.measure(
       configs,
       smoke=smoke,
       implementation=implementation,
       progress=Progress,
-      model=model,
+      model=options.model,
+      plan=quality_model.LEVERS if levers else quality_model.full_plan(options.context),
     )
   return rows
 

@@ -44,7 +44,8 @@ class Plan:
     chunks: how windows are prefilled.
     recall_lengths, recall_chunks: prompts, and how they are prefilled.
     recall_prompts: how many of each length.
-    prompt, generated: tokens of a window's beginning that are a prompt, and generated after it.
+    prompt, generated: tokens of a window's beginning that are a prompt, and generated after it;
+      0 generates nothing.
     prompt_chunk: how these prompts are prefilled, wide.
   """
 
@@ -81,6 +82,19 @@ SMOKE = Plan(
 SMOKE_CONFIGS = ("fp8", "nvfp4", "nvfp4 w64")
 
 
+# What tells levers apart, on a CPU in a minute each: everything is read from the cache.
+LEVERS = Plan(
+  context=1024,
+  windows=(("docs", 2),),
+  chunks=((16, "stored"),),
+  recall_lengths=(),
+  recall_chunks=(),
+  recall_prompts=0,
+  prompt=0,
+  generated=0,
+)
+
+
 def full_plan(context: int = 8192) -> Plan:
   """The whole measurement, with windows and prompts of at most `context` tokens."""
   if context < 1024 or context % 64:
@@ -112,25 +126,25 @@ def measure(
   implementation: str | None,
   progress: Callable[[int], Progress],
   model: pathlib.Path | None = None,
-  context: int = 8192,
+  plan: Plan | None = None,
 ) -> list[QualityRow]:
   """Rows of each config, and of BF16, which is always measured.
 
   Args:
     configs: what to measure.
-    smoke: SMOKE in place of full_plan(context), of those configs that are in SMOKE_CONFIGS.
+    smoke: SMOKE in place of `plan`, of those configs that are in SMOKE_CONFIGS.
     implementation: who runs append, prefill and decode; None: the kernels of the device where they
       can. Every row names who ran its attention.
     progress: gets the number of its steps.
     model: as in llama_files.load.
-    context: tokens of a window, for the whole measurement.
+    plan: what is measured; None: full_plan().
   """
   configs = [c for c in configs if c != BF16 and (not smoke or c.name in SMOKE_CONFIGS)]
   steps = progress(2 + len(configs))
   steps.step("the model and its texts")
   source, material = load(model)
   steps.step(f"{source.name}, {BF16.name}")
-  run = Run(source, material, SMOKE if smoke else full_plan(context), implementation)
+  run = Run(source, material, SMOKE if smoke else plan or full_plan(), implementation)
   rows = list(run.reference_rows())
   for config in configs:
     steps.step(f"{source.name}, {config.name}")
@@ -157,9 +171,9 @@ class Run:
     self.calibration = material.calibration
     server = self.server(BF16)
     self.hidden = {chunks: self._read(server, chunks) for chunks in plan.chunks}
-    self.generated = quality_decode.reference(
-      server, self.windows[:, : plan.prompt], plan.prompt_chunk, plan.generated
-    )
+    if plan.generated:
+      prompts = self.windows[:, : plan.prompt]
+      self.generated = quality_decode.reference(server, prompts, plan.prompt_chunk, plan.generated)
 
   def server(self, config: QualityConfig) -> Server:
     return Server(
@@ -197,6 +211,8 @@ class Run:
       compared = self._compare(self.hidden[chunks], self._read(server, chunks))
       yield from self._text_rows(server, chunks, compared)
     yield from self._recall_rows(server)
+    if not plan.generated:
+      return
     prompts = self.windows[:, : plan.prompt]
     numbers = quality_decode.measure(server, prompts, plan.prompt_chunk, self.generated)
     for (how, metric), number in numbers.items():
