@@ -169,8 +169,8 @@ def _baseline(format: str, **fields) -> QualityConfig:
   return QualityConfig(name=format, k_format=format, v_format=format, read_path=format, **fields)
 
 
-def _with_window(config: QualityConfig, tokens: int = 64) -> QualityConfig:
-  return dataclasses.replace(config, name=f"{config.name} w{tokens}", recent_window=tokens)
+def _with_window(config: QualityConfig) -> QualityConfig:
+  return dataclasses.replace(config, name=f"{config.name} w64", recent_window=64)
 
 
 BF16 = _baseline("bf16")
@@ -217,10 +217,6 @@ def with_quantised_q(config: QualityConfig) -> tuple[QualityConfig, ...]:
 # The K rotation turns Q too, so that one level of it has no outlier channels to spend its range on.
 QUANTISED_Q = (*with_quantised_q(NVFP4), *with_quantised_q(HAD_K_46))
 
-# The widest window, of pages of 16, whose ring leaves 8K tokens at 4.7 bits a value is of 112
-# tokens; this one is at 4.67, with room for shorter texts.
-WIDER = _with_window(HAD_K_46, 96)
-
-CONFIGS = (BF16, *_STORED, *QUANTISED_Q, *WINDOWED, WIDER)
+CONFIGS = (BF16, *_STORED, *QUANTISED_Q, *WINDOWED)
 BY_NAME = {config.name: config for config in CONFIGS}
-RECOMMENDED = WIDER.name
+RECOMMENDED = BY_NAME["nvfp4 hadK 4/6 w64"].name
