@@ -145,6 +145,8 @@ def _restored_rings(about: dict[str, str], header: dict, body: memoryview) -> Re
 def fetch_pages(cache: PagedKVCache, pages: Sequence[int]) -> dict[str, np.ndarray]:
   """Named pages on the host, in this order; restore_pages brings them back, to any place.
 
+  Rings are no pages: what a sequence has in one stays there.
+
   Raises:
     ValueError: a page's number is not the cache's.
   """

@@ -89,9 +89,14 @@ def to_flashinfer(
 
   Raises:
     ValueError: an argument breaks a rule, or the KV heads' global scales differ.
-    NotImplementedError: K or V is not in nvfp4, or stored rotated or without a mean.
+    NotImplementedError: K or V is not in nvfp4, or stored rotated or without a mean, or the newest
+      tokens are in rings.
   """
   _check_layout(layout)
+  if cache.recent is not None:
+    raise NotImplementedError(
+      f"this layout has pages only, the newest {cache.recent.tokens} tokens are in rings"
+    )
   pools = {name: _pool_out(getattr(cache, name), name) for name in ("k", "v")}
   pools["v"]["scale"] = _order_scales(pools["v"]["scale"], v_scales)
   arrays = {

@@ -240,5 +240,21 @@ class SwitchTest(DebugTestCase):
     JITTED[prefill](cache, batch, None)
 
 
+class RingsTest(DebugTestCase):
+  def test_pages_that_are_not_needed_yet(self):
+    """Tokens in a ring need no page; those that have left it do."""
+    cache = nv.PagedKVCache.create(
+      num_pages=6, page_size=16, num_kv_heads=HEADS, head_dim=DIM, recent_window=16, num_rings=1
+    )
+    x = jnp.zeros((60, HEADS, DIM), jnp.bfloat16)
+    lens = jnp.asarray([60], jnp.int32), jnp.asarray([0, 60], jnp.int32)
+    with nv.debug_checks():
+      batch = nv.RaggedBatch(jnp.asarray([[4, 2, -1, -1]], jnp.int32), *lens)
+      nv.append(cache, x, x, batch)
+      wrong = dataclasses.replace(batch, page_table=jnp.asarray([[4, -1, -1, -1]], jnp.int32))
+      with self.assertRaisesRegex(ValueError, r"page_table\[0, 1\] must not be negative"):
+        nv.append(cache, x, x, wrong)
+
+
 if __name__ == "__main__":
   absltest.main()

@@ -175,5 +175,16 @@ class InteropTest(TestCase):
       interop.from_sglang(interop.to_sglang(cache), page_size=32)
 
 
+class RingsTest(TestCase):
+  def test_are_refused(self):
+    """Their tokens would be missing from the pages."""
+    cache = nv.PagedKVCache.create(
+      num_pages=2, page_size=16, num_kv_heads=1, head_dim=64, recent_window=16, num_rings=1
+    )
+    for export in (interop.to_flashinfer, interop.to_sglang, interop.to_vllm):
+      with self.assertRaisesRegex(NotImplementedError, "newest 16 tokens are in rings"):
+        export(cache)
+
+
 if __name__ == "__main__":
   absltest.main()

@@ -14,10 +14,11 @@ README = (pathlib.Path(__file__).parent.parent / "README.md").read_text(encoding
 
 class ReadmeTest(TestCase):
   def test_example(self):
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    printed = io.StringIO()
+    example, *others = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    printed, names = io.StringIO(), {}
     with contextlib.redirect_stdout(printed):
-      exec(compile(example, "README.md", "exec"), {})
+      for block in (example, *others):
+        exec(compile(block, "README.md", "exec"), names)
     (promised,) = re.findall(r"print\(.*\)  # (.*)", example)
     self.assertEqual(printed.getvalue().strip(), promised)
     code = [line for line in example.splitlines() if line.strip() and not line.startswith("#")]
