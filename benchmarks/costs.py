@@ -10,7 +10,7 @@ import argparse
 import pathlib
 from collections.abc import Iterable
 
-from benchmarks.committed import RESULTS, is_stale
+from benchmarks.committed import QUALITY, RESULTS, is_stale
 from benchmarks.records import read
 from nvfp4_pallas.dispatch import IMPLEMENTATIONS
 from nvfp4_pallas.policy import Cost, CostTable
@@ -27,7 +27,8 @@ def main(argv: list[str]) -> int:
   parser.add_argument("--stale", action="store_true", help="also rows of other kernel sources")
   options = parser.parse_args(argv)
   rows = []
-  for path in options.rows or sorted(RESULTS.glob("*.jsonl")):
+  committed = (path for path in sorted(RESULTS.glob("*.jsonl")) if path.name != QUALITY)
+  for path in options.rows or committed:
     try:
       rows += read(path)
     except OSError as error:
@@ -72,6 +73,7 @@ def _is_cost(row: dict) -> bool:
     and row["timer"] == "trace"
     and row["page_size"] == PAGE_SIZE
     and not row["batch_invariant"]
+    and not row.get("levers")
     and (row["read_path"] != "nvfp4_a4q" or row["q_levels"] == Q_LEVELS)
   )
 

@@ -223,7 +223,8 @@ class WholeTest(TestCase):
     spec = spec_of(built, read_path=path)
     ahead = path in ("nvfp4_repack", "nvfp4_a8q")
     together = whole_emulation.emulate(built, spec, ahead=ahead)
-    table, lens, starts = (np.asarray(a) for a in dataclasses.astuple(built.batch))
+    batch = built.batch
+    table, lens, starts = map(np.asarray, (batch.page_table, batch.kv_lens, batch.cu_q_lens))
     for s in range(4):
       rows = slice(starts[s], starts[s + 1])
       batch = type(built.batch)(

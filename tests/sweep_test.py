@@ -70,7 +70,7 @@ class GpuCommandTest(TestCase):
 
   def test_the_sweep_only_if_asked_for(self):
     ran, rows = self.run_gpu()
-    groups = ["decode", "append", "pack", "tail", "prefill"]
+    groups = ["levers", "decode", "append", "pack", "tail", "prefill"]
     self.assertCountEqual(ran, [*((name, 4e12) for name in groups), ("checks",)])
     self.assertEqual(ran[-1], ("checks",))
     self.assertCountEqual(rows, ["prefill", *groups])
