@@ -45,11 +45,12 @@ def main(argv: list[str]) -> int:
     if not rows:
       print("no rows are committed: `python3 -m benchmarks quality --out FILE` makes them")
       return 1
-    status = report(rows, [level for level in LEVELS if any(r.level == level for r in rows)])
+    status = report(rows, list(LEVELS))
   else:
     rows = measure(options)
     quality_rows.write(rows, options.out)
-    status = report(rows, options.levels, smoke=options.smoke)
+    context = 1024 if options.plan == "levers" else options.context
+    status = report(rows, options.levels, smoke=options.smoke, contexts=[context])
     print(f"\nRows: {options.out}")
   if options.plot:
     from benchmarks import quality_plot
@@ -99,14 +100,20 @@ def measure(options: argparse.Namespace) -> list[QualityRow]:
   return rows
 
 
-def report(rows: list[QualityRow], levels: list[str], *, smoke: bool = False) -> int:
+def report(
+  rows: list[QualityRow],
+  levels: list[str],
+  *,
+  smoke: bool = False,
+  contexts: list[int] | None = None,
+) -> int:
   """Prints tables and gates; 0, or 1 where a gate fails."""
   for level in levels:
     print("\n".join([f"== {level}", *quality_table.of_rows(rows, level), ""]))
   current = [row for row in rows if not row.stale]
   if len(current) < len(rows):
     print(f"{len(rows) - len(current)} of {len(rows)} rows are stale; gates judge the others\n")
-  verdicts = verdicts_of(current, levels, smoke=smoke)
+  verdicts = verdicts_of(current, levels, smoke=smoke, contexts=contexts)
   print("\n".join(quality_table.of_verdicts(verdicts)))
   failed = [verdict.gate.name for verdict in verdicts if verdict.passed is False]
   if failed:
@@ -114,7 +121,9 @@ def report(rows: list[QualityRow], levels: list[str], *, smoke: bool = False) ->
   return 1 if failed else 0
 
 
-def verdicts_of(rows: list[QualityRow], levels: list[str], *, smoke: bool) -> list[Verdict]:
+def verdicts_of(
+  rows: list[QualityRow], levels: list[str], *, smoke: bool, contexts: list[int] | None = None
+) -> list[Verdict]:
   # A kernel's rows say by themselves how they compare with the definition.
   implementations = {"xla"} | {row.implementation for row in rows if row.level == "attention"}
-  return judge(rows, levels, smoke=smoke, implementations=implementations)
+  return judge(rows, levels, smoke=smoke, implementations=implementations, contexts=contexts)

@@ -260,6 +260,9 @@ class PagedKVCache:
 
 
 def _empty_rings(cache: PagedKVCache, tokens: int, num_rings: int | None) -> RecentWindow:
+  for name, count in (("recent_window", tokens), ("num_rings", num_rings)):
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
+      raise ValueError(f"{name} must be a whole number, got {count!r}")
   if not 1 <= tokens <= MAX_RECENT_WINDOW:
     raise ValueError(
       f"recent_window must be from 1 to {MAX_RECENT_WINDOW} with rings, got {tokens}"

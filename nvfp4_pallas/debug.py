@@ -55,20 +55,21 @@ def debug_checks() -> Iterator[None]:
 def check_append(
   cache: PagedKVCache, batch: RaggedBatch | None, slot_mapping: jax.Array, num_tokens: int
 ) -> None:
-  """The values of an append. With `batch`, slot_mapping is what it leads to.
+  """The values of an append. With `batch`, slot_mapping is what it leads to."""
+  num_pages, page_size, window = cache.num_pages, cache.page_size, cache.recent
 
-  With a recent window only those pages are looked at that hold tokens whatever the rings do.
-  """
-  num_pages, page_size = cache.num_pages, cache.page_size
-  newest = _wide_tokens(cache)
-
-  def check(scales, batch, slots):
+  def check(scales, starts, batch, slots):
     _check_scales(scales)
     if batch is not None:
       check_batch(batch, num_tokens=num_tokens, page_size=page_size, appends=True)
-      new = batch.kv_lens - batch.q_lens, batch.kv_lens - newest
+      new = batch.kv_lens - batch.q_lens, batch.kv_lens
+      if window is not None:
+        before = _in_pages(starts, batch, new[0])
+        outside = np.maximum(batch.kv_lens - window.tokens, 0) // page_size * page_size
+        with_ring = _has_ring(starts, batch)
+        new = before, np.where(with_ring, np.maximum(before, outside), batch.kv_lens)
       _check_page_table(batch.page_table, *new, num_pages, page_size)
-    if newest:
+    if window is not None:
       return
     name = "slot_mapping" if batch is None else "batch's slot_mapping"
     _refuse(name, slots, slots >= num_pages * page_size, f"be below {num_pages * page_size}")
@@ -76,7 +77,7 @@ def check_append(
     again = (slots >= 0) & (first[place] != np.arange(len(slots)))
     _refuse(name, slots, again, "not repeat a slot")
 
-  _on_values(check, _scales(cache), batch, slot_mapping)
+  _on_values(check, _scales(cache), _starts(cache), batch, slot_mapping)
 
 
 def check_attention(
@@ -92,9 +93,8 @@ def check_attention(
   num_pages, page_size = cache.num_pages, cache.page_size
   # nvfp4_a8q takes K's scale from all keys, whatever the window.
   window = None if spec.read_path == "nvfp4_a8q" else spec.window
-  newest = _wide_tokens(cache)
 
-  def check(scales, batch):
+  def check(scales, starts, batch):
     _check_scales(scales)
     check_batch(batch, num_tokens=num_tokens, page_size=page_size, appends=new_kv)
     if one_token_each:
@@ -102,9 +102,11 @@ def check_attention(
     before = batch.kv_lens - batch.q_lens
     begin = np.zeros_like(before) if window is None else np.maximum(before - window + 1, 0)
     end = np.where(batch.q_lens == 0, 0, before if new_kv else batch.kv_lens)
-    _check_page_table(batch.page_table, begin, end - newest, num_pages, page_size)
+    if starts is not None:
+      end = np.minimum(end, _in_pages(starts, batch, before if new_kv else batch.kv_lens))
+    _check_page_table(batch.page_table, begin, end, num_pages, page_size)
 
-  _on_values(check, _scales(cache), batch)
+  _on_values(check, _scales(cache), _starts(cache), batch)
 
 
 def _on_values(check: Callable[..., None], *trees) -> None:
@@ -119,10 +121,30 @@ def _on_values(check: Callable[..., None], *trees) -> None:
   jax.debug.callback(on_host, *trees) if traced else on_host(*trees)
 
 
-def _wide_tokens(cache: PagedKVCache) -> int:
-  """How many of a sequence's newest tokens may be in a ring and have no page yet."""
-  recent = cache.recent
-  return 0 if recent is None else recent.ring_pages * cache.page_size
+def _starts(cache: PagedKVCache) -> jax.Array | None:
+  return None if cache.recent is None else cache.recent.starts
+
+
+def _ring_ids(batch: RaggedBatch) -> np.ndarray:
+  return np.arange(batch.num_seqs) if batch.ring_ids is None else np.asarray(batch.ring_ids)
+
+
+def _has_ring(starts: np.ndarray, batch: RaggedBatch) -> np.ndarray:
+  ids = _ring_ids(batch)
+  return (ids >= 0) & (ids < len(starts))
+
+
+def _in_pages(starts: np.ndarray, batch: RaggedBatch, lens: np.ndarray) -> np.ndarray:
+  """How many of each sequence's `lens` tokens are in the pages."""
+  has_ring = _has_ring(starts, batch)
+  start = starts[np.where(has_ring, _ring_ids(batch), 0)]
+  _refuse(
+    "kv_lens",
+    lens,
+    has_ring & (lens > 0) & (start > lens),
+    "not fall more than the recent window below the longest there was",
+  )
+  return np.where(has_ring, np.minimum(start, lens), lens)
 
 
 def _scales(cache: PagedKVCache) -> dict[str, jax.Array | None]:

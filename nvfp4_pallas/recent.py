@@ -9,7 +9,8 @@ most. With a window of W tokens and pages of P, a sequence of n tokens has
 so that W to W + P - 1 tokens are wide, pages are written whole, once, and can be shared as soon as
 they are. `starts` in the cache remembers start, which never falls: a sequence that begins with
 shared pages has no wide copy of them, and one that gives up some of its newest tokens (rejected
-drafts, up to W of them) still finds the others where they are.
+drafts) still finds the others where they are, as long as it does not become shorter than its
+longest length minus W. One that must, begins anew behind whole pages (open_rings).
 
 A ring is ring_pages = ceil(W / P) + 1 pages of a bf16 pool. It can be read as a paged cache of its
 own, whose page table `ring_table` makes: attention over all tokens is attention over the pages
@@ -22,6 +23,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from nvfp4_pallas.batch import RaggedBatch, token_places
@@ -66,12 +68,21 @@ def _spans(recent: RecentWindow, batch: RaggedBatch, end: jax.Array) -> Spans:
 
 
 def check_rings(recent: RecentWindow | None, batch: RaggedBatch) -> None:
-  """Raises ValueError where a batch without ring_ids has more sequences than rings."""
-  if recent is None or batch.ring_ids is not None or batch.num_seqs <= recent.num_rings:
+  """Raises ValueError where a batch has too few rings, or known ring_ids name one twice."""
+  if recent is None:
     return
-  raise ValueError(
-    f"batch.ring_ids must be given for {batch.num_seqs} sequences and {recent.num_rings} rings"
-  )
+  if batch.ring_ids is None:
+    if batch.num_seqs > recent.num_rings:
+      raise ValueError(
+        f"batch.ring_ids must be given for {batch.num_seqs} sequences and {recent.num_rings} rings"
+      )
+    return
+  if isinstance(batch.ring_ids, Tracer):
+    return
+  ids, counts = np.unique(np.asarray(batch.ring_ids), return_counts=True)
+  twice = ids[(counts > 1) & (ids >= 0) & (ids < recent.num_rings)]
+  if len(twice):
+    raise ValueError(f"ring_ids must not name a ring twice, got {twice[0]} again")
 
 
 def ring_cache(recent: RecentWindow) -> PagedKVCache:
@@ -180,14 +191,20 @@ def open_rings(cache: PagedKVCache, ring_ids: jax.Array, kv_lens: jax.Array) -> 
   """
   recent = _recent_of(cache)
   for name, array in (("ring_ids", ring_ids), ("kv_lens", kv_lens)):
+    if not hasattr(array, "dtype"):
+      raise ValueError(f"{name} must be an array, got {type(array).__name__}")
     if array.ndim != 1 or array.dtype != jnp.int32:
       raise ValueError(f"{name} must be int32 [n], got {array.dtype} {array.shape}")
   if ring_ids.shape != kv_lens.shape:
     raise ValueError(
       f"ring_ids and kv_lens must be equally long, got {ring_ids.shape=} {kv_lens.shape=}"
     )
-  if not isinstance(kv_lens, Tracer) and (kv_lens % cache.page_size).any():
-    raise ValueError(f"kv_lens must be multiples of page_size {cache.page_size}, got {kv_lens}")
+  if not isinstance(kv_lens, Tracer):
+    known = np.asarray(kv_lens)
+    if (known % cache.page_size).any() or (known < 0).any():
+      raise ValueError(
+        f"kv_lens must be multiples of page_size {cache.page_size} of at least 0, got {known}"
+      )
   ids = jnp.where(ring_ids < 0, recent.num_rings, ring_ids)
   starts = recent.starts.at[ids].set(kv_lens, mode="drop")
   return dataclasses.replace(cache, recent=dataclasses.replace(recent, starts=starts))
@@ -202,6 +219,8 @@ def copy_rings(cache: PagedKVCache, source: jax.Array, target: jax.Array) -> Pag
   """
   recent = _recent_of(cache)
   for name, ids in (("source", source), ("target", target)):
+    if not hasattr(ids, "dtype"):
+      raise ValueError(f"{name} must be an array, got {type(ids).__name__}")
     if ids.ndim != 1 or ids.dtype != jnp.int32:
       raise ValueError(f"{name} must be int32 [n], got {ids.dtype} {ids.shape}")
   if source.shape != target.shape:

@@ -254,6 +254,17 @@ class RingsTest(DebugTestCase):
       wrong = dataclasses.replace(batch, page_table=jnp.asarray([[4, -1, -1, -1]], jnp.int32))
       with self.assertRaisesRegex(ValueError, r"page_table\[0, 1\] must not be negative"):
         nv.append(cache, x, x, wrong)
+      # In a decoding step: the page that leaves now.
+      cache = nv.append(cache, x, x, batch)
+      step = nv.RaggedBatch.for_decode(batch.page_table, jnp.asarray([64], jnp.int32))
+      with self.assertRaisesRegex(ValueError, r"page_table\[0, 2\] must not be negative"):
+        nv.append(cache, x[:1], x[:1], step)
+      without = dataclasses.replace(step, ring_ids=jnp.asarray([-1], jnp.int32))
+      with self.assertRaisesRegex(ValueError, r"page_table\[0, 3\] must not be negative"):
+        nv.append(cache, x[:1], x[:1], without)
+      short = dataclasses.replace(step, kv_lens=jnp.asarray([20], jnp.int32))
+      with self.assertRaisesRegex(ValueError, r"kv_lens\[0\] must not fall more than"):
+        nv.append(cache, x[:1], x[:1], short)
 
 
 if __name__ == "__main__":

@@ -166,6 +166,33 @@ class PrefillTest(TestCase):
     )
     self.check(on_sm90(run, built.q, built.cache, built.batch), built)
 
+  @parameterized.parameters(
+    (64, (72, 16), (32, 16)),  # behind shared pages, of which the step reads some again
+    (80, (90, 65), (32, 5)),  # some of the newest were given up
+    (0, (40, 20), (32, 20)),
+  )
+  def test_rows_older_than_the_pages_end(self, start, kv_lens, q_lens):
+    """They do not see what is newer than themselves; each part by the definition."""
+    case = cases.Case("", q_lens=q_lens, kv_lens=kv_lens, num_kv_heads=1)
+    built = cases.build(case)
+    cache = cases.with_window(built, 32).cache
+    other = max(kv_lens[1] - 32, 0) // 16 * 16
+    starts = jnp.asarray([min(start, 64), other, 0], jnp.int32)
+    window = dataclasses.replace(cache.recent, starts=starts)
+    fill = lambda pool: dataclasses.replace(pool, data=jnp.nan_to_num(pool.data, nan=0.3))
+    window = dataclasses.replace(window, k=fill(window.k), v=fill(window.v))
+    built = dataclasses.replace(built, cache=dataclasses.replace(built.cache, recent=window))
+    spec = AttentionSpec("nvfp4_dequant", True, case.head_dim**-0.5)
+
+    def attend(q, cache, batch):
+      runs = [prefill_op._prefill_xla] * 3
+      return prefill_recent.attend(q, cache, batch, spec, None, None, runs=runs)
+
+    for ids in (None, jnp.asarray([0, -1], jnp.int32)):
+      batch = dataclasses.replace(built.batch, ring_ids=ids)
+      some = dataclasses.replace(built, batch=batch)
+      self.check(jax.jit(attend)(some.q, some.cache, some.batch), some)
+
   @parameterized.parameters(False, True)
   def test_with_new_kv(self, past_only):
     """The parts and how they are merged, each part by the definition."""

@@ -290,6 +290,8 @@ class ErrorsTest(TestCase):
     ({"recent_window": 0}, "recent_window must be from 1"),
     ({"recent_window": 2**17}, "recent_window must be from 1"),
     ({"num_rings": None}, "num_rings must be at least 1"),
+    ({"num_rings": 2.0}, "num_rings must be a whole number, got 2.0"),
+    ({"recent_window": True}, "recent_window must be a whole number, got True"),
     ({"num_rings": 0}, "num_rings must be at least 1"),
     ({"k_format": "bf16"}, "must be 0 for a bf16 cache"),
   )
@@ -308,6 +310,8 @@ class ErrorsTest(TestCase):
       nv.decode(jnp.zeros((3, 4, DIM), jnp.bfloat16), cache, batch, read_path="nvfp4_dequant")
     with self.assertRaisesRegex(ValueError, "batch must be given, not slot_mapping"):
       nv.append(cache, x, x, slot_mapping=jnp.zeros((3,), jnp.int32))
+    none = dataclasses.replace(batch, ring_ids=jnp.asarray([99, -1, 99], jnp.int32))
+    nv.append(cache, x, x, none)
     twice = dataclasses.replace(batch, ring_ids=jnp.asarray([1, -1, 1], jnp.int32))
     with self.assertRaisesRegex(ValueError, "must not name a ring twice, got 1"):
       nv.append(cache, x, x, twice)
@@ -317,8 +321,11 @@ class ErrorsTest(TestCase):
 
   def test_rings(self):
     cache, one = self.create(), jnp.asarray([1], jnp.int32)
-    with self.assertRaisesRegex(ValueError, "multiples of page_size 16"):
-      nv.open_rings(cache, one, jnp.asarray([17], jnp.int32))
+    for lens in (17, -16):
+      with self.assertRaisesRegex(ValueError, "multiples of page_size 16 of at least 0"):
+        nv.open_rings(cache, one, jnp.asarray([lens], jnp.int32))
+    with self.assertRaisesRegex(ValueError, "ring_ids must be an array, got list"):
+      nv.open_rings(cache, [1], one)
     with self.assertRaisesRegex(ValueError, "must have a recent window"):
       nv.open_rings(nv.PagedKVCache(cache.k, cache.v), one, one)
     with self.assertRaisesRegex(ValueError, "equally long"):

@@ -2,10 +2,11 @@
 
     out, lse = merge(pages, ring, this step's rows if new_kv)
 
-Every row sees all of the pages' tokens, as none of them is newer than the row: with new_kv they are
-of the past, and without it the window must be as long as the step. So the mask is the ring's, or
-the step's, alone. Sequences without a ring have the step in their pages, and those are attended to
-apart, with the mask.
+With new_kv every row sees all of the pages' tokens, as they are of the past: the mask is the step's
+alone. After append, rows older than what is in the pages (of sequences without a ring, behind a
+shared prefix, or after some of the newest tokens were given up) see the pages up to themselves, and
+the others all of them. So each sequence is cut in two there, and the pages are attended to with the
+mask for the first halves and without it for the second.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from collections.abc import Callable, Sequence
 import jax.numpy as jnp
 
 from nvfp4_pallas import attention, recent
+from nvfp4_pallas.batch import RaggedBatch
 from nvfp4_pallas.cache import ring_pages
 from nvfp4_pallas.ops.request import AttentionRequest
 
 
 def part_requests(request: AttentionRequest) -> tuple[AttentionRequest, ...]:
-  """What is asked of the kernels: for the pages, the ring, and, after append, for the pages of
-  sequences without one."""
+  """What is asked of the kernels: for the pages, the ring, and, after append, for the pages with a
+  mask."""
   part = functools.partial(dataclasses.replace, request, recent_window=0, new_kv=False)
   wide = dataclasses.replace(request.spec, read_path="bf16", causal=not request.new_kv)
   parts = [
@@ -55,23 +57,35 @@ def attend(q, cache, batch, spec, new_kv, sinks, *, runs: Sequence[Callable]):
   """`runs`: prefill's functions for the requests above."""
   window = cache.recent
   where = (recent.spans if new_kv is None else recent.past_spans)(window, batch)
-  has_ring = where.ring < window.num_rings
   q = q.astype(jnp.bfloat16).astype(jnp.float32)  # so that parts come unrounded
   pages, rings = dataclasses.replace(cache, recent=None), recent.ring_cache(window)
   wide = dataclasses.replace(spec, read_path="bf16", causal=new_kv is None)
   unmasked = dataclasses.replace(spec, causal=False)
-
-  def of_pages(run, lens, spec):
-    return run(q, pages, dataclasses.replace(batch, kv_lens=lens), spec, None, None)
-
   states = [runs[1](q, rings, recent.ring_batch(window, batch, where), wide, None, None)]
   if new_kv is not None:
     from nvfp4_pallas.kernels import prefill_mosaic_sm90 as kernel
 
-    states.append(of_pages(runs[0], where.start, unmasked))
+    paged = dataclasses.replace(batch, kv_lens=where.start)
+    states.append(runs[0](q, pages, paged, unmasked, None, None))
     states.append(kernel.attention_to_rows(q, new_kv, batch, spec, out_dtype=jnp.float32))
   else:
-    states.append(of_pages(runs[0], jnp.where(has_ring, where.start, 0), unmasked))
-    if batch.ring_ids is not None:  # else every sequence has a ring
-      states.append(of_pages(runs[2], jnp.where(has_ring, 0, where.start), spec))
+    older, newer = _halves(batch, where.start)
+    states.append(runs[0](q, pages, newer, unmasked, None, None))
+    states.append(runs[2](q, pages, older, spec, None, None))
   return attention.add_sinks(functools.reduce(attention.merge_two, states), sinks)
+
+
+def _halves(batch: RaggedBatch, start) -> tuple[RaggedBatch, RaggedBatch]:
+  """Twice as many sequences: the rows before token `start`, which are the last of the first `start`
+  tokens, and those from there on. In each of the two batches the other halves have no keys."""
+  first = batch.kv_lens - batch.q_lens
+  inside = jnp.clip(start - first, 0, batch.q_lens)
+  cuts = jnp.stack([batch.cu_q_lens[:-1] + inside, batch.cu_q_lens[1:]], axis=1).reshape(-1)
+  cu_q_lens = jnp.concatenate([batch.cu_q_lens[:1], cuts])
+  table = jnp.repeat(batch.page_table, 2, axis=0)
+  nothing = jnp.zeros_like(start)
+
+  def half(*lens):
+    return RaggedBatch(table, jnp.stack(lens, axis=1).reshape(-1), cu_q_lens)
+
+  return half(start, nothing), half(nothing, start)
