@@ -23,7 +23,7 @@ class ShardingTest(TestCase):
       timeout=300,
     )
     self.assertEqual(ran.returncode, 0, ran.stdout + ran.stderr)
-    self.assertRegex(ran.stderr, r"Ran 6 tests[\s\S]*OK\n")
+    self.assertRegex(ran.stderr, r"Ran 7 tests[\s\S]*OK\n")
 
 
 if __name__ == "__main__":
