@@ -56,7 +56,12 @@ class CompileTest(TestCase):
         self.assertEqual(re.findall(r"= (\S+) copy\(", report.hlo), ["s32[1]{0}"])
       self.check_products(case.name, report.ops)
     if case.donate:
-      self.check_in_place(report.hlo, by_kernel=kernel != "definition")
+      hlo = report.hlo
+      if case.name.startswith("append/recent"):
+        # The kernel makes `starts` anew, which is 64 numbers; nothing else is copied.
+        hlo, copies = re.subn(r"%copy\S* = s32\[64\]\{0\} copy\(", "", hlo)
+        self.assertEqual(copies, 1)
+      self.check_in_place(hlo, by_kernel=kernel != "definition")
 
   def check_products(self, name, ops):
     """Of the first tile and of the next: S, of each operand; O, and O of the last one."""
@@ -73,8 +78,7 @@ class CompileTest(TestCase):
 
   def check_in_place(self, hlo, by_kernel):
     self.assertIn("input_output_alias=", hlo)
-    # Copies but of a few lengths.
-    self.assertNotRegex(hlo, r"(?<!= s32\[64\]\{0\}) copy\(| copy-start\(| bitcast-convert\(")
+    self.assertNotRegex(hlo, r" copy\(| copy-start\(| bitcast-convert\(")
     if by_kernel:
       self.assertIn("output_to_operand_aliasing=", hlo)
       self.assertNotIn(" fusion(", hlo)
