@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import json
 import math
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 
@@ -69,40 +71,62 @@ class QualityRow:
     return self.source_hash != definition_hash(self.implementation)
 
 
-_NUMBERS = ("value", "ci_low", "ci_high", "bits_per_value")
+# Of a row's own; what else it says, it shares with the other numbers of its case.
+_OWN = ("metric", "value", "ci_low", "ci_high", "time")
 
 
-def to_json(row: QualityRow) -> str:
-  """One line; fields that are None, and a config's that are its class's defaults, are left out;
-  numbers keep six digits."""
-  fields = dataclasses.asdict(row)
+def to_json(rows: Sequence[QualityRow]) -> str:
+  """One line: a case and its numbers, each metric's value or [value, ci_low, ci_high].
+
+  Fields that are None, and a config's that are its class's defaults, are left out; numbers keep six
+  digits. The time is the first row's.
+  """
+  fields: dict[str, Any] = _shared(rows[0]) | {"time": rows[0].time}
+  if fields["bits_per_value"] is not None:
+    fields["bits_per_value"] = _written(fields["bits_per_value"])
   fields["config"] = {
     f.name: fields["config"][f.name]
-    for f in dataclasses.fields(row.config)
+    for f in dataclasses.fields(QualityConfig)
     if fields["config"][f.name] != f.default
   }
-  for name in _NUMBERS:
-    fields[name] = None if fields[name] is None else _written(float(fields[name]))
+  fields["numbers"] = {row.metric: _number(row) for row in rows}
   return json.dumps({n: f for n, f in fields.items() if f is not None}, allow_nan=False)
+
+
+def _shared(row: QualityRow) -> dict[str, Any]:
+  return {n: f for n, f in dataclasses.asdict(row).items() if n not in _OWN}
+
+
+def _number(row: QualityRow) -> float | str | list[float | str]:
+  if row.ci_low is None or row.ci_high is None:
+    return _written(row.value)
+  return [_written(x) for x in (row.value, row.ci_low, row.ci_high)]
 
 
 def _written(number: float) -> float | str:
   """JSON has no infinity and no NaN: those are written as text."""
+  number = float(number)
   return float(f"{number:.6g}") if math.isfinite(number) else str(number)
 
 
-def from_json(line: str) -> QualityRow:
+def from_json(line: str) -> list[QualityRow]:
   fields = json.loads(line)
-  for name in _NUMBERS:
-    if name in fields:
-      fields[name] = float(fields[name])
-  return QualityRow(**fields | {"config": QualityConfig(**fields["config"])})
+  numbers, config = fields.pop("numbers"), QualityConfig(**fields.pop("config"))
+  rows = []
+  for metric, written in numbers.items():
+    three = written if isinstance(written, list) else [written]
+    own = dict(zip(("value", "ci_low", "ci_high"), map(float, three), strict=False))
+    rows.append(QualityRow(**fields, config=config, metric=metric, **own))
+  return rows
 
 
 def write(rows: Iterable[QualityRow], path: pathlib.Path) -> None:
+  """Rows of a case that follow each other share a line."""
   path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text("".join(to_json(row) + "\n" for row in rows))
+  cases = itertools.groupby(rows, key=_shared)
+  path.write_text("".join(to_json(list(of_case)) + "\n" for _, of_case in cases))
 
 
 def read(path: pathlib.Path) -> list[QualityRow]:
-  return [from_json(line) for line in path.read_text().splitlines() if line]
+  lines = path.read_text().splitlines()
+  return [row for line in lines if line for row in from_json(line)]

@@ -39,13 +39,28 @@ class RowsTest(TestCase):
     quality_rows.write(rows, path)
     self.assertEqual(quality_rows.read(path), rows)
 
+  def test_numbers_of_a_case_share_a_line(self):
+    rows = [
+      example_row(),
+      example_row(metric="kl", ci_low=0.1, ci_high=0.2),
+      example_row(context=8),
+    ]
+    path = pathlib.Path(self.create_tempdir().full_path) / "rows.jsonl"
+    quality_rows.write(rows, path)
+    self.assertLen(path.read_text().splitlines(), 2)
+    self.assertEqual(
+      [dataclasses.replace(r, time="") for r in quality_rows.read(path)],
+      [dataclasses.replace(r, time="") for r in rows],
+    )
+
   def test_a_fault_stays_visible(self):
-    line = quality_rows.to_json(example_row(value=math.nan))
+    line = quality_rows.to_json([example_row(value=math.nan)])
     json.loads(line, parse_constant=lambda name: self.fail(f"{name} is no JSON"))
-    self.assertTrue(math.isnan(quality_rows.from_json(line).value))
+    self.assertTrue(math.isnan(quality_rows.from_json(line)[0].value))
 
   def test_numbers_are_short(self):
-    self.assertIn('"value": 0.123457,', quality_rows.to_json(example_row(value=0.123456789)))
+    line = quality_rows.to_json([example_row(value=0.123456789)])
+    self.assertIn('"numbers": {"rel_l2": 0.123457}', line)
 
   def test_a_level_must_be_known(self):
     with self.assertRaisesRegex(ValueError, "level must be one of .*, got 'layer'"):
