@@ -14,7 +14,8 @@ import pathlib
 
 from benchmarks import quality_configs, quality_rows, quality_table
 from benchmarks.progress import Progress
-from benchmarks.quality_gates import Verdict, judge
+from benchmarks.quality_gates import GATES
+from benchmarks.quality_judge import Verdict, judge
 from benchmarks.quality_rows import LEVELS, QualityRow
 
 
@@ -126,4 +127,11 @@ def verdicts_of(
 ) -> list[Verdict]:
   # A kernel's rows say by themselves how they compare with the definition.
   implementations = {"xla"} | {row.implementation for row in rows if row.level == "attention"}
-  return judge(rows, levels, smoke=smoke, implementations=implementations, contexts=contexts)
+  return judge(
+    rows,
+    levels,
+    gates=GATES,
+    smoke=smoke,
+    implementations=implementations,
+    contexts=contexts,
+  )

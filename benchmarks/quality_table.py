@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from benchmarks.quality_gates import Verdict
+from benchmarks.quality_judge import Verdict
 from benchmarks.quality_rows import QualityRow
 
 WIDTH = 100

@@ -11,7 +11,8 @@ from benchmarks import quality_attention, quality_data, quality_plot, quality_ta
 from benchmarks.metrics import row_error
 from benchmarks.quality_attention import Case
 from benchmarks.quality_configs import BY_NAME
-from benchmarks.quality_gates import GATES, judge
+from benchmarks.quality_gates import GATES
+from benchmarks.quality_judge import judge
 from benchmarks.quality_metrics import attend, of_output, of_probabilities
 from benchmarks.quality_table import WIDTH
 from tests.base import TestCase

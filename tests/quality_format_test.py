@@ -6,7 +6,8 @@ from absl.testing import absltest, parameterized
 
 from benchmarks import quality_data, quality_format
 from benchmarks.metrics import snr_db
-from benchmarks.quality_gates import GATES, judge
+from benchmarks.quality_gates import GATES
+from benchmarks.quality_judge import judge
 from tests.base import TestCase
 
 QUANTISERS = {config.name: config for config in quality_format.QUANTISERS}

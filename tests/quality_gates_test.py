@@ -8,7 +8,8 @@ from absl.testing import absltest, parameterized
 
 from benchmarks import quality_attention, quality_format, quality_table
 from benchmarks.quality_configs import BY_NAME, NVFP4
-from benchmarks.quality_gates import GATES, OVER, RULES, Gate, judge
+from benchmarks.quality_gates import GATES
+from benchmarks.quality_judge import OVER, RULES, Gate, judge
 from benchmarks.quality_rows import LEVELS
 from benchmarks.quality_table import WIDTH
 from tests.base import TestCase
@@ -148,7 +149,7 @@ class TableTest(TestCase):
       self.assertIs(judge(rows, ["attention"], gates=[g])[0].passed, passes)
 
   def test_verdicts_fit_a_terminal(self):
-    for verdicts in (judge([], LEVELS), judge([], LEVELS, smoke=True)):
+    for verdicts in (judge([], LEVELS, gates=GATES), judge([], LEVELS, gates=GATES, smoke=True)):
       lines = quality_table.of_verdicts(verdicts)
       self.assertLessEqual(max(map(len, lines)), WIDTH)
       for v in verdicts:
