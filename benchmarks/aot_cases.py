@@ -239,24 +239,9 @@ def append_to_layers(layers=4, carried=False, **options):
   return function, (stacked, x, x, queries(cache, 64, 1, 4, max_pages=128)[2])
 
 
-def decode_steps(steps=4):
-  """Decode inside a scan whose inputs are slices and whose results are stacked."""
-  run, (q, cache, batch) = decode(abstract_cache(), "nvfp4_dequant")
-  q, lens = S((steps, *q.shape), q.dtype), S((steps, *batch.kv_lens.shape), jnp.int32)
-
-  def function(cache, batch, q, lens):
-    def step(_, inputs):
-      q, kv_lens = inputs
-      return None, run(q, cache, dataclasses.replace(batch, kv_lens=kv_lens))
-
-    return jax.lax.scan(step, None, (q, lens))[1]
-
-  return function, (cache, batch, q, lens)
-
-
-def prefill_steps(steps=4):
-  """The same with prefill."""
-  run, (q, cache, batch) = whole(abstract_cache(), "nvfp4_dequant", q_len=512, seqs=2)
+def in_steps(run, arguments, steps=4):
+  """An attention inside a scan whose inputs are slices and whose results are stacked."""
+  q, cache, batch = arguments
   q, lens = S((steps, *q.shape), q.dtype), S((steps, *batch.kv_lens.shape), jnp.int32)
 
   def function(cache, batch, q, lens):
@@ -386,7 +371,7 @@ CASES = (
     lambda: decode(abstract_cache(), "nvfp4_dequant", batch_invariant=True),
     168,
   ),
-  Case("decode/steps", decode_steps, 168),
+  Case("decode/steps", lambda: in_steps(*decode(abstract_cache(), "nvfp4_dequant")), 168),
   Case("decode/recent", lambda: decode(abstract_cache(**RECENT), "nvfp4_dequant"), 168),
   Case(
     "decode/recent_dim_64_group_3",
@@ -461,7 +446,11 @@ CASES = (
   Case("dense/new_rows", lambda: new_rows(), 168),
   Case("dense/new_rows_dim_256", lambda: new_rows(head_dim=256), 168),
   Case("fused/8k", lambda: whole(abstract_cache(), "nvfp4_dequant"), 168, max_instructions=3650),
-  Case("fused/steps", prefill_steps, 168),
+  Case(
+    "fused/steps",
+    lambda: in_steps(*whole(abstract_cache(), "nvfp4_dequant", q_len=512, seqs=2)),
+    168,
+  ),
   Case("fused/masks", lambda: masked_whole("nvfp4_dequant"), 168),
   Case("fused/not_causal", lambda: whole(abstract_cache(), "nvfp4_dequant", causal=False), 168),
   Case("fused/group_7", lambda: whole(abstract_cache(), "nvfp4_dequant", group=7, seqs=9), 168),
