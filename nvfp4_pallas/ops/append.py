@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ class AppendRequest:
   num_tokens: int
   dtypes: tuple[str, str]
   scale_searches: tuple[str, str]
+  recent_window: int = 0
 
 
 def append(
@@ -89,33 +91,13 @@ def append(
   debug.check_append(cache, batch, slots, k.shape[0])
   k, v = stored_rows(cache, k, v)
   if cache.recent is not None and 0 not in (k.shape[0], batch.num_seqs, batch.max_pages):
-    return _append_recent(cache, k, v, batch, slots, implementation)
-  return resolve_append(append_request(cache, k, v), implementation).function(cache, k, v, slots)
-
-
-def _append_recent(cache: PagedKVCache, k, v, batch, page_slots, implementation) -> PagedKVCache:
-  window = cache.recent
-  assert window is not None
-  # A page's bits must not depend on whether a row came by way of the ring.
-  k, v = k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
-  write = resolve_append(append_request(cache, k, v), implementation)
-  if write.implementation == "mosaic_sm90":
-    from nvfp4_pallas.kernels import append_mosaic_sm90 as kernel
-
-    if kernel.step_supported(cache, k.shape[0], current_target().interpret):
-      cache, start = kernel.append_step(cache, k, v, batch)
-      assert cache.recent is not None
-      starts = recent.with_starts(window, batch, start)
-      return dataclasses.replace(cache, recent=dataclasses.replace(cache.recent, starts=starts))
-  moves = recent.plan_append(window, batch, page_slots, cache.page_size)
-  rings = recent.ring_cache(window)
-  pages = _MOVE[write.implementation](cache, rings, moves.leaving)
-  # With rings for all and no more rows than the window, none is outside already.
-  if k.shape[0] > window.tokens or batch.ring_ids is not None:
-    pages = write.function(pages, k, v, moves.to_pages)
-  rings = write.function(rings, k, v, moves.to_rings)
-  window = dataclasses.replace(window, k=rings.k, v=rings.v, starts=moves.starts)
-  return dataclasses.replace(pages, recent=window)
+    # A page's bits must not depend on whether a row came by way of the ring.
+    k, v = k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
+    resolved = resolve_append(append_request(cache, k, v), implementation)
+    return resolved.function(cache, k, v, slots, batch)
+  pages = dataclasses.replace(cache, recent=None)
+  pages = resolve_append(append_request(pages, k, v), implementation).function(pages, k, v, slots)
+  return dataclasses.replace(pages, recent=cache.recent)
 
 
 def append_request(cache: PagedKVCache, k: jax.Array, v: jax.Array) -> AppendRequest:
@@ -128,11 +110,12 @@ def append_request(cache: PagedKVCache, k: jax.Array, v: jax.Array) -> AppendReq
     num_tokens=k.shape[0],
     dtypes=(str(k.dtype), str(v.dtype)),
     scale_searches=(cache.k.scale_search, cache.v.scale_search),
+    recent_window=0 if cache.recent is None else cache.recent.tokens,
   )
 
 
 def resolve_append(request: AppendRequest, implementation: str | None = None) -> Resolved:
-  return resolve(_APPEND, request, implementation)
+  return resolve(_APPEND_RECENT if request.recent_window else _APPEND, request, implementation)
 
 
 def _append_xla(cache: PagedKVCache, k, v, slots) -> PagedKVCache:
@@ -157,19 +140,47 @@ def _append_mosaic_sm90(cache: PagedKVCache, k, v, slots) -> PagedKVCache:
   return kernel.append(cache, k, v, slots, interpret=current_target().interpret)
 
 
-def _move_xla(cache: PagedKVCache, source: PagedKVCache, slots) -> PagedKVCache:
-  """Writes the tokens of bf16 pages to slots [num_pages * page_size] of another cache."""
+def _recent_xla(cache: PagedKVCache, k, v, slots, batch) -> PagedKVCache:
+  def move(cache, source, slots):
+    rows = lambda pool: jnp.swapaxes(pool.data, 1, 2).reshape(-1, pool.num_kv_heads, pool.head_dim)
+    return _append_xla(cache, rows(source.k), rows(source.v), slots)
 
-  def rows(pool):
-    return jnp.swapaxes(pool.data, 1, 2).reshape(-1, pool.num_kv_heads, pool.head_dim)
-
-  return _append_xla(cache, rows(source.k), rows(source.v), slots)
+  return _by_moves(cache, k, v, slots, batch, _append_xla, move)
 
 
-def _move_mosaic_sm90(cache: PagedKVCache, source: PagedKVCache, slots) -> PagedKVCache:
+def _recent_mosaic_sm90(cache: PagedKVCache, k, v, slots, batch) -> PagedKVCache:
   from nvfp4_pallas.kernels import append_mosaic_sm90 as kernel
 
-  return kernel.move(cache, source, slots, interpret=current_target().interpret)
+  interpret = current_target().interpret
+  if not kernel.step_supported(cache, k.shape[0], interpret):
+    move = functools.partial(kernel.move, interpret=interpret)
+    return _by_moves(cache, k, v, slots, batch, _append_mosaic_sm90, move)
+  window = cache.recent
+  assert window is not None
+  cache, start = kernel.append_step(cache, k, v, batch)
+  assert cache.recent is not None
+  starts = recent.with_starts(window, batch, start)
+  return dataclasses.replace(cache, recent=dataclasses.replace(cache.recent, starts=starts))
+
+
+def _by_moves(cache: PagedKVCache, k, v, slots, batch, write, move) -> PagedKVCache:
+  """In three calls: from the rings to the pages, new rows to the pages, and to the rings.
+
+  Args:
+    write: an append to pages, of (cache, k, v, slots).
+    move: the same of (cache, a cache of bf16 pages, a slot for each of their tokens).
+  """
+  window = cache.recent
+  assert window is not None
+  moves = recent.plan_append(window, batch, slots, cache.page_size)
+  rings = recent.ring_cache(window)
+  pages = move(cache, rings, moves.leaving)
+  # With rings for all and no more rows than the window, none is outside already.
+  if k.shape[0] > window.tokens or batch.ring_ids is not None:
+    pages = write(pages, k, v, moves.to_pages)
+  rings = write(rings, k, v, moves.to_rings)
+  window = dataclasses.replace(window, k=rings.k, v=rings.v, starts=moves.starts)
+  return dataclasses.replace(pages, recent=window)
 
 
 def _mosaic_sm90_unsupported(request: AppendRequest) -> str | None:
@@ -182,4 +193,7 @@ _APPEND = {
   "mosaic_sm90": Entry(_append_mosaic_sm90, _mosaic_sm90_unsupported),
   "xla": Entry(_append_xla),
 }
-_MOVE = {"mosaic_sm90": _move_mosaic_sm90, "xla": _move_xla}
+_APPEND_RECENT = {
+  "mosaic_sm90": Entry(_recent_mosaic_sm90, _mosaic_sm90_unsupported),
+  "xla": Entry(_recent_xla),
+}
