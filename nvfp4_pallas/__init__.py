@@ -9,6 +9,7 @@ from nvfp4_pallas.cache import copy_pages as copy_pages
 from nvfp4_pallas.debug import debug_checks as debug_checks
 from nvfp4_pallas.format import NvFp4Array as NvFp4Array
 from nvfp4_pallas.ops.append import append as append
+from nvfp4_pallas.ops.auto import resolve_read_path as resolve_read_path
 from nvfp4_pallas.ops.decode import decode as decode
 from nvfp4_pallas.ops.merge import merge_states as merge_states
 from nvfp4_pallas.ops.pack import pack as pack

@@ -8,7 +8,8 @@ and no faster; from a single measurement it is 1 upwards and 0 downwards, which 
 overestimate. The reason says which axes are extrapolated.
 
 Nothing here looks at a device or a cache: costs are data (`CostTable`). The one shipped is of an
-H200; `python3 -m benchmarks costs` makes one of any run of `python3 -m benchmarks gpu`.
+H200; `python3 -m benchmarks costs` makes one of any run of `python3 -m benchmarks gpu`, and
+`use_costs` lets `read_path="auto"` choose by it (ops/auto.py).
 
 Limits: it does not know which kernel runs, so between two measured shapes it is blind to where that
 changes, and a last slope from two close shapes may be far too small. Paths that were measured at
@@ -18,13 +19,15 @@ are such): measure all of them where a choice matters.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import json
 import math
 import operator
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from nvfp4_pallas.cache import KV_FORMATS
 from nvfp4_pallas.read_paths import READ_PATHS, formats_lacking
@@ -82,8 +85,8 @@ class Cost:
   workspace_bytes: int
 
   def __post_init__(self):
-    _check_one_of("phase", self.phase, PHASES)
-    _check_one_of("read_path", self.read_path, READ_PATHS)
+    check_one_of("phase", self.phase, PHASES)
+    check_one_of("read_path", self.read_path, READ_PATHS)
     if not 0 < self.us < math.inf:
       raise ValueError(f"us must be positive and finite, got {self.us}")
 
@@ -136,11 +139,39 @@ class CostTable:
     members.append('"rows": [\n' + ",\n".join(rows) + "\n]")
     pathlib.Path(path).write_text("{" + ",\n".join(members) + "}\n", encoding="utf-8")
 
+  def knows(self, phase: str, formats: tuple[str, str]) -> bool:
+    """Whether any exact path of the phase was measured over such K and V."""
+    return any(_is_of(row, phase, path, formats) for path in EXACT_PATHS for row in self.rows)
+
   @classmethod
   @functools.cache
   def h200(cls) -> CostTable:
     """The shipped one."""
     return cls.load(H200_COSTS)
+
+
+_costs: contextvars.ContextVar[CostTable | None] = contextvars.ContextVar("costs", default=None)
+
+
+@contextlib.contextmanager
+def use_costs(costs: CostTable) -> Iterator[None]:
+  """`read_path="auto"` chooses by these costs, on whatever device.
+
+  It acts while a function is traced and is no part of jit's cache key: trace a fresh function.
+  """
+  token = _costs.set(costs)
+  try:
+    yield
+  finally:
+    _costs.reset(token)
+
+
+def costs_for(device: str) -> CostTable | None:
+  """Those of `use_costs`, or the shipped ones if they are of this device (`device_kind`)."""
+  given = _costs.get()
+  if given is None and device == CostTable.h200().device:
+    return CostTable.h200()
+  return given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,16 +180,17 @@ class Choice:
 
   Attributes:
     read_path: what to pass to `prefill` or `decode`.
-    implementation: who ran it where it was measured, nearest to this shape.
-    workspace_bytes: of device memory beside the results.
-    predicted_us: device time of the call.
+    implementation: who ran it where it was measured, nearest to this shape; None where nothing
+      measured led to the choice.
+    workspace_bytes: of device memory beside the results; None likewise.
+    predicted_us: device time of the call; None likewise.
     reason: one sentence: against which others, and whether anything was extrapolated.
   """
 
   read_path: str
-  implementation: str
-  workspace_bytes: int
-  predicted_us: float
+  implementation: str | None
+  workspace_bytes: int | None
+  predicted_us: float | None
   reason: str
 
 
@@ -198,7 +230,7 @@ def choose_read_path(
     ValueError: an argument breaks a rule, nothing of `allowed` was measured, or nothing fits
       (message: argument, rule, value).
   """
-  _check_one_of("phase", phase, PHASES)
+  check_one_of("phase", phase, PHASES)
   for name, value in (("q_len", q_len), ("kv_len", kv_len), ("batch", batch)):
     _at_least(name, value, 1)
   if phase == "decode" and q_len != 1:
@@ -247,11 +279,11 @@ def _paths(formats: tuple[str, str], allowed: tuple[str, ...]) -> tuple[str, ...
   if len(formats) != 2:
     raise ValueError(f"formats must be a pair, of K and V, got {formats!r}")
   for format in formats:
-    _check_one_of("formats", format, KV_FORMATS)
+    check_one_of("formats", format, KV_FORMATS)
   if isinstance(allowed, str):
     raise ValueError(f"allowed must be a tuple of read paths, got {allowed!r}")
   for path in allowed:
-    _check_one_of("allowed", path, READ_PATHS)
+    check_one_of("allowed", path, READ_PATHS)
   paths = tuple(path for path in allowed if formats_lacking(path, formats) is None)
   if not paths:
     k, v = formats
@@ -396,7 +428,7 @@ def _reason(best, predicted, paths, limit: int, device: str, costs: CostTable) -
   return "; ".join(said)
 
 
-def _check_one_of(name: str, value, known: tuple[str, ...]) -> None:
+def check_one_of(name: str, value, known: tuple[str, ...]) -> None:
   if value not in known:
     raise ValueError(f"{name} must be one of {known}, got {value!r}")
 

@@ -31,6 +31,7 @@ from nvfp4_pallas import format as nvfp4
 from nvfp4_pallas.cache import PagedKVCache
 
 READ_PATHS = ("bf16", "fp8", "nvfp4_dequant", "nvfp4_repack", "nvfp4_a4q", "nvfp4_a8q")
+AUTO = "auto"  # in calls: one of those with the same numbers, by measured costs (ops/auto.py)
 Q_LEVELS = (1, 2)
 LEAST_A8Q_AMAX = 2.0**-100
 
@@ -58,8 +59,10 @@ class AttentionSpec:
 
 def check_read_path(read_path: str, cache: PagedKVCache) -> None:
   """Raises ValueError when the cache's formats are not the path's (see the module's table)."""
+  if read_path == AUTO:
+    return  # it follows the formats
   if read_path not in READ_PATHS:
-    raise ValueError(f"read_path must be one of {READ_PATHS}, got {read_path!r}")
+    raise ValueError(f"read_path must be one of {(*READ_PATHS, AUTO)}, got {read_path!r}")
   rule = formats_lacking(read_path, cache.formats)
   if rule is not None:
     k, v = cache.formats

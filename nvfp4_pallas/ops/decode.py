@@ -13,7 +13,7 @@ from nvfp4_pallas import attention, debug, recent
 from nvfp4_pallas.batch import RaggedBatch, check_one_token_each
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
-from nvfp4_pallas.ops import transforms
+from nvfp4_pallas.ops import auto, transforms
 from nvfp4_pallas.ops.checks import as_jax, check_attention
 from nvfp4_pallas.ops.merge import merge_splits
 from nvfp4_pallas.ops.request import AttentionRequest, attention_request, attention_spec
@@ -74,6 +74,7 @@ def decode(
   if num_splits is not None and (not isinstance(num_splits, int) or num_splits < 1):
     raise ValueError(f"num_splits must be a whole number of at least 1, got {num_splits}")
   q, cache, batch, sinks = as_jax(q, cache, batch, sinks)
+  spec = auto.settle(spec, "decode", q, cache, batch)
   debug.check_attention(cache, batch, spec, q.shape[0], one_token_each=True)
   request = attention_request(q, cache, spec, num_splits=num_splits, max_pages=batch.max_pages)
   resolved = resolve_decode(request, implementation)

@@ -14,7 +14,7 @@ from nvfp4_pallas import attention, debug, recent
 from nvfp4_pallas.batch import RaggedBatch, check_batch, token_places
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
-from nvfp4_pallas.ops import prefill_recent, transforms
+from nvfp4_pallas.ops import auto, prefill_recent, transforms
 from nvfp4_pallas.ops.checks import as_jax, check_attention, check_kv
 from nvfp4_pallas.ops.request import (
   AttentionRequest,
@@ -63,7 +63,8 @@ def prefill(
       append: afterwards less of what came before this step is wide.
     batch: which rows belong to which sequence and where its pages are.
     read_path: the numerics: `bf16`, `fp8`, `nvfp4_dequant`, `nvfp4_repack`, `nvfp4_a4q`,
-      `nvfp4_a8q`.
+      `nvfp4_a8q`; or `auto`: of those with a bfloat16 Q and exact keys for the cache's formats, the
+      one that measured costs say is fastest (ops/auto.py says which and why).
     implementation: who runs it; None lets `dispatch.resolve` choose.
     causal: False lets every query see all keys of its sequence.
     sm_scale: factor on the scores; None is 1 / sqrt(head_dim).
@@ -111,6 +112,8 @@ def prefill(
   if max_workspace_bytes < 0:
     raise ValueError(f"max_workspace_bytes must not be negative, got {max_workspace_bytes}")
   q, cache, batch, sinks, new_kv = as_jax(q, cache, batch, sinks, new_kv)
+  limits = {"max_workspace_bytes": max_workspace_bytes}
+  spec = auto.settle(spec, "prefill", q, cache, batch, **limits)
   debug.check_attention(cache, batch, spec, q.shape[0], new_kv=new_kv is not None)
   request = attention_request(
     q,
@@ -119,7 +122,7 @@ def prefill(
     new_kv=new_kv is not None,
     num_seqs=batch.num_seqs,
     max_pages=batch.max_pages,
-    max_workspace_bytes=max_workspace_bytes,
+    **limits,
   )
   resolved = resolve_prefill(request, implementation)
   if new_kv is not None:
