@@ -43,18 +43,16 @@ def kernel_hash(kernel_names: Iterable[str]) -> str:
 _NO_NUMBERS = ("debug", "dispatch", "policy")
 
 
+@functools.cache
 def definition_hash(implementation: str) -> str:
   """Of the sources that a number of an operation comes from: the definition, and with another
-  implementation than `xla` all kernels."""
-  return _definition_hash(implementation != "xla")
-
-
-@functools.cache
-def _definition_hash(with_kernels: bool) -> str:
-  package = KERNELS.parent
+  implementation than `xla` its own kernels."""
+  package, with_kernels = KERNELS.parent, implementation != "xla"
   paths = [p for p in package.glob("*.py") if p.stem in definition_modules()]
   paths += [p for p in (package / "ops").glob("*.py") if with_kernels or p.stem != "prefill_choice"]
-  paths += KERNELS.glob("*.py") if with_kernels else ()
+  if with_kernels:
+    launchers = [p.stem for p in KERNELS.glob(f"*_{implementation}.py")]
+    paths += [KERNELS / f"{name}.py" for name in {"__init__", *closure(launchers)}]
   digest = hashlib.sha256()
   for path in sorted(paths):
     digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import shutil
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -76,6 +77,33 @@ class RowsTest(TestCase):
     modules = sources.definition_modules()
     self.assertContainsSubset({"format", "cache", "attention", "read_paths", "batch"}, modules)
     self.assertNoCommonElements({"policy", "debug", "checkpoint", "interop"}, modules)
+
+  def test_kernels_of_other_implementations_make_no_row_stale(self):
+    folder = pathlib.Path(self.create_tempdir().full_path) / "nvfp4_pallas"
+    shutil.copytree(sources.KERNELS.parent, folder)
+    kernels = folder / "kernels"
+    self.enter_context(mock.patch.object(sources, "KERNELS", kernels))
+    self.addCleanup(sources.definition_hash.cache_clear)
+    self.addCleanup(sources._imports.cache_clear)
+
+    def hashes():
+      sources.definition_hash.cache_clear()
+      sources._imports.cache_clear()
+      return [sources.definition_hash(who) for who in ("xla", "mosaic_sm90", "another_sm0")]
+
+    def same(these, those):
+      return [this == that for this, that in zip(these, those, strict=True)]
+
+    (kernels / "decode_another_sm0.py").write_text("from nvfp4_pallas.kernels import another\n")
+    (kernels / "another.py").write_text("")
+    first = hashes()
+    (kernels / "another.py").write_text("x = 1\n")
+    second = hashes()
+    self.assertEqual(same(first, second), [True, True, False])
+    (kernels / "decode_attend.py").write_text("")
+    self.assertEqual(same(second, hashes()), [True, False, True])
+    (folder / "format.py").write_text("")
+    self.assertEqual(same(second, hashes()), [False, False, False])
 
   def test_timings_leave_quality_rows_alone(self):
     folder = pathlib.Path(self.create_tempdir().full_path)
