@@ -155,7 +155,11 @@ class EncodeTest(TestCase):
   def check_scale(self, amax, g, units):
     blocks = np.zeros((amax.size, 16), BFLOAT16)
     blocks[:, 5] = -amax.ravel()
-    write = lambda p, words, g: [encode_ptx.block_scale(p, words, p.as_f32(*g))]
+
+    def write(p, words, g):
+      amax = encode_ptx.largest_magnitude(p, words)
+      return [encode_ptx.block_scale(p, amax, p.multiply(p.as_f32(*g), 6.0))]
+
     g = np.broadcast_to(g, amax.shape)
     scale = run(write, (blocks.view(np.uint32), column(g.ravel(), g.size)), 1, units)
     with np.errstate(over="ignore"):

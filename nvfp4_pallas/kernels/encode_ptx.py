@@ -32,15 +32,16 @@ def encode_block(p: Ptx, words: list[Reg], global_scale: Reg) -> tuple[list[Reg]
   Returns:
     Two words of codes, and the byte of the block scale.
   """
-  scale = block_scale(p, words, global_scale)
+  amax = largest_magnitude(p, words)
+  scale = block_scale(p, amax, p.multiply(global_scale, nvfp4.E2M1_MAX))
   codes = block_codes(p, words, step_of(p, scale, global_scale))
   # Neither of scale 0, whose codes are defined to be 0, nor of NaN.
   live = (scale - 1) < nvfp4.E4M3_NAN - 1
   return [p.select(live, word, 0) for word in codes], scale
 
 
-def block_scale(p: Ptx, words: list[Reg], global_scale: Reg) -> Reg:
-  """The byte e4m3(fl(amax / fl(6 * global_scale))), or NaN where a value is not finite."""
+def largest_magnitude(p: Ptx, words: list[Reg]) -> Reg:
+  """The largest of a block, float32; NaN where a value is not finite."""
   largest = words
   while len(largest) > 1:
     pairs = zip(largest[::2], largest[1::2], strict=True)
@@ -48,8 +49,11 @@ def block_scale(p: Ptx, words: list[Reg], global_scale: Reg) -> Reg:
   (word,) = largest
   word = p.max_magnitude_bf16x2(word, p.permute(word, word, 0x1032))
   amax = p.absolute(p.as_f32(word << 16))
-  amax = p.fma(amax, 0.0, amax)  # infinities become NaN
-  divisor = p.multiply(global_scale, nvfp4.E2M1_MAX)
+  return p.fma(amax, 0.0, amax)  # infinities become NaN
+
+
+def block_scale(p: Ptx, amax: Reg, divisor: Reg) -> Reg:
+  """The byte e4m3(fl(amax / divisor)), the divisor being fl(largest code * global_scale)."""
   inverse = inverse_above(p, divisor)
   # From some 2^20 on, however far, all are 448; the bound keeps inf - inf out.
   quotient = p.minimum(p.multiply(amax, inverse), 2.0**20)

@@ -42,12 +42,12 @@ def encode_block(p: Ptx, words: list[Reg], global_scale: Reg) -> tuple[list[Reg]
   Returns:
     Two words of codes, and the byte of the block scale.
   """
-  amax = largest_magnitude(p, words)
+  amax = encode_ptx.largest_magnitude(p, words)
   values = magnitudes(p, words)
   inverse = inverse_of(p, global_scale)
   candidates = []
   for largest_code in LARGEST_CODES:
-    scale = block_scale(p, amax, p.multiply(global_scale, largest_code))
+    scale = encode_ptx.block_scale(p, amax, p.multiply(global_scale, largest_code))
     codes = encode_ptx.block_codes(p, words, encode_ptx.step_of(p, scale, global_scale))
     live = scale.ne(0)  # else the codes are defined to be 0
     codes = [p.select(live, word, 0) for word in codes]
@@ -61,26 +61,6 @@ def encode_block(p: Ptx, words: list[Reg], global_scale: Reg) -> tuple[list[Reg]
     for word, other in zip(codes, other_codes, strict=True)
   ]
   return codes, p.select(better, other_scale, scale)
-
-
-def largest_magnitude(p: Ptx, words: list[Reg]) -> Reg:
-  """The largest of a block, float32; NaN where a value is not finite."""
-  largest = words
-  while len(largest) > 1:
-    pairs = zip(largest[::2], largest[1::2], strict=True)
-    largest = [p.max_magnitude_bf16x2(a, b) for a, b in pairs]
-  (word,) = largest
-  word = p.max_magnitude_bf16x2(word, p.permute(word, word, 0x1032))
-  amax = p.absolute(p.as_f32(word << 16))
-  return p.fma(amax, 0.0, amax)  # infinities become NaN
-
-
-def block_scale(p: Ptx, amax: Reg, divisor: Reg) -> Reg:
-  """The byte e4m3(fl(amax / divisor)), as in encode_ptx.block_scale."""
-  inverse = encode_ptx.inverse_above(p, divisor)
-  quotient = p.minimum(p.multiply(amax, inverse), 2.0**20)
-  missing = p.fma(p.negative(divisor), quotient, amax)
-  return p.widen(p.e4m3x2(p.fma(missing, inverse, quotient), 0.0))
 
 
 def magnitudes(p: Ptx, words: list[Reg]) -> list[Reg]:
