@@ -85,10 +85,7 @@ def measure(options: argparse.Namespace) -> list[QualityRow]:
   if "model" in levels:
     from benchmarks import quality_model
 
-    # Of a whole model nothing is calibrated but means: global scales of 1 fit its values.
-    configs = [c for c in quality_configs.CONFIGS if c.global_scale == "1"]
-    if options.configs:
-      configs = [quality_configs.BY_NAME[name] for name in options.configs]
+    configs = [quality_configs.BY_NAME[name] for name in options.configs or quality_configs.BY_NAME]
     levers = options.plan == "levers"
     rows += quality_model.measure(
       configs,

@@ -19,7 +19,13 @@ import nvfp4_pallas as nv
 from benchmarks import quality_configs as configs
 from benchmarks import quality_data, quality_stored
 from benchmarks.progress import Progress
-from benchmarks.quality_configs import QualityConfig, bits_per_value, calibrated, make_cache
+from benchmarks.quality_configs import (
+  QualityConfig,
+  bits_per_value,
+  calibrated,
+  calibrated_on,
+  make_cache,
+)
 from benchmarks.quality_data import Inputs
 from benchmarks.quality_metrics import Number, State, attend, kl, mean, of_output, of_probabilities
 from benchmarks.quality_rows import QualityRow
@@ -129,6 +135,7 @@ def of_config(
       head_dim=head_dim,
       metric=metric,
       bits_per_value=bits_per_value(config, tokens),
+      calibrated_on=calibrated_on(config, inputs.sample_name, len(inputs.sample[0])),
       implementation=who,
       **dataclasses.asdict(number),
     )

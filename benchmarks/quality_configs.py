@@ -51,6 +51,21 @@ class QualityConfig:
     return self.k_mean or self.global_scale == "calibrated"
 
 
+@dataclasses.dataclass(frozen=True)
+class CalibratedOn:
+  """What the means and the global scales of a config were observed on.
+
+  Attributes:
+    text: the data; at level format the values that are judged, else never those.
+    tokens: of it.
+    headroom: of the global scales (calibration.calibrate); None for a config with only a mean.
+  """
+
+  text: str
+  tokens: int
+  headroom: float | None = None
+
+
 def make_cache(
   config: QualityConfig,
   *,
@@ -127,6 +142,14 @@ def calibrated(config: QualityConfig, k: jax.Array, v: jax.Array) -> dict[str, j
   return found
 
 
+def calibrated_on(config: QualityConfig, text: str, tokens: int) -> CalibratedOn | None:
+  """What `calibrated` did, for a row; None for configs that need nothing."""
+  if not config.needs_calibration:
+    return None
+  by_scales = config.global_scale == "calibrated"
+  return CalibratedOn(text, tokens, calibration.HEADROOM if by_scales else None)
+
+
 def tokens_in_pages(config: QualityConfig, kv_len: int) -> int:
   """Of one sequence; the others are in its ring."""
   if not config.recent_window:
@@ -169,8 +192,8 @@ def _baseline(format: str, **fields) -> QualityConfig:
   return QualityConfig(name=format, k_format=format, v_format=format, read_path=format, **fields)
 
 
-def _with_window(config: QualityConfig) -> QualityConfig:
-  return dataclasses.replace(config, name=f"{config.name} w64", recent_window=64)
+def _with_window(config: QualityConfig, tokens: int = 64) -> QualityConfig:
+  return dataclasses.replace(config, name=f"{config.name} w{tokens}", recent_window=tokens)
 
 
 BF16 = _baseline("bf16")
@@ -183,6 +206,9 @@ K_MEAN = QualityConfig(name="nvfp4 mean", k_mean=True)
 HAD_K = QualityConfig(name="nvfp4 hadK", k_rotation="hadamard")
 HAD_K_46 = dataclasses.replace(HAD_K, name="nvfp4 hadK 4/6", scale_search="four_over_six")
 HAD_KV_46 = dataclasses.replace(HAD_K_46, name="nvfp4 hadKV 4/6", v_rotation="hadamard")
+HAD_K_46_CALIBRATED = dataclasses.replace(
+  HAD_K_46, name="nvfp4 hadK 4/6 cal", global_scale="calibrated"
+)
 MEAN_HAD_K_46 = dataclasses.replace(HAD_K_46, name="nvfp4 mean hadK 4/6", k_mean=True)
 
 _STORED = (
@@ -197,7 +223,11 @@ _STORED = (
   HAD_KV_46,
   MEAN_HAD_K_46,
 )
-WINDOWED = tuple(_with_window(config) for config in _STORED if config is not CALIBRATED)
+WINDOWED = (
+  *(_with_window(config) for config in _STORED if config is not CALIBRATED),
+  _with_window(HAD_K_46, 96),
+  _with_window(HAD_K_46_CALIBRATED),
+)
 
 
 def _with_q(config: QualityConfig, name: str, read_path: str, q_levels: int) -> QualityConfig:

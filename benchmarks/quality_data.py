@@ -61,6 +61,7 @@ class Inputs:
     causal: the rows are the newest tokens and see what is not after them; else they see all keys.
     first_judged: rows before it are not judged.
     sample: other k and v of the same kind, to calibrate on.
+    sample_name: what they are.
   """
 
   name: str
@@ -70,6 +71,7 @@ class Inputs:
   causal: bool
   first_judged: int
   sample: tuple[np.ndarray, np.ndarray]
+  sample_name: str
 
 
 def pattern(name: str, tokens: int, head_dim: int = 128, *, causal: bool = False) -> Inputs:
@@ -88,6 +90,7 @@ def pattern(name: str, tokens: int, head_dim: int = 128, *, causal: bool = False
     causal,
     first_judged=0,
     sample=(sample_k[:, None], sample_v[:, None]),
+    sample_name=f"another {name}",
   )
 
 
@@ -149,6 +152,7 @@ def captured() -> list[Inputs]:
       causal=True,
       first_judged=CALIBRATION_TOKENS,
       sample=(k[:CALIBRATION_TOKENS], v[:CALIBRATION_TOKENS]),
+      sample_name="its beginning, before what is judged",
     )
 
   return [of_layer(layer) for layer in activations.load()]

@@ -18,7 +18,7 @@ import nvfp4_pallas as nv
 from benchmarks import quality_data
 from benchmarks.metrics import snr_db
 from benchmarks.progress import Progress
-from benchmarks.quality_configs import QualityConfig
+from benchmarks.quality_configs import CalibratedOn, QualityConfig
 from benchmarks.quality_rows import QualityRow
 from nvfp4_pallas import cache as nv_cache
 from nvfp4_pallas.format import E2M1_MAX, E4M3_MAX
@@ -69,10 +69,16 @@ def measure(
           metric="sqnr_db",
           value=snr_db(x, back),
           bits_per_value=bits,
+          calibrated_on=_calibrated_on(config, rows),
           implementation=who,
         )
       )
   return measured
+
+
+def _calibrated_on(config: QualityConfig, rows: int) -> CalibratedOn | None:
+  calibrated = config.global_scale == "calibrated"
+  return CalibratedOn("the values themselves", rows, headroom=1.0) if calibrated else None
 
 
 def pack_and_unpack(config: QualityConfig, x: np.ndarray, implementation: str | None = None):

@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
-from benchmarks import llama_files, quality_decode, quality_recall, quality_texts
+from benchmarks import llama, llama_files, quality_decode, quality_recall, quality_texts
 from benchmarks.progress import Progress
 from benchmarks.quality_compare import Compared, compare, mean_of_rows
-from benchmarks.quality_configs import BF16, QualityConfig, bits_per_value
+from benchmarks.quality_configs import BF16, QualityConfig, bits_per_value, calibrated_on
 from benchmarks.quality_metrics import Number
 from benchmarks.quality_rows import QualityRow
-from benchmarks.quality_serving import Server, k_means
+from benchmarks.quality_serving import Server, calibrate
 
 # The first rows of a window see hardly any keys, and all of them are recent.
 FIRST_ROW = 64
@@ -182,12 +182,14 @@ class Run:
       num_seqs=self.plan.num_seqs,
       context=self.plan.context,
       implementation=self.implementation,
-      k_means=self.k_means if config.k_mean else None,
+      calibration=calibrate(config, *self.seen) if config.needs_calibration else {},
     )
 
   @functools.cached_property
-  def k_means(self) -> jax.Array:
-    return k_means(self.model, self.calibration)
+  def seen(self) -> tuple[jax.Array, jax.Array]:
+    """k and v of all layers on the text that nothing else reads."""
+    _, k, v = llama.capture_attention_inputs(self.model, self.calibration)
+    return k, v
 
   def _read(self, server: Server, chunks: Chunks) -> jax.Array:
     """The hidden states of all windows that predict what is counted."""
@@ -245,6 +247,9 @@ class Run:
       metric=metric,
       **dataclasses.asdict(number),
       bits_per_value=bits_per_value(server.config, context),
+      calibrated_on=calibrated_on(
+        server.config, quality_texts.CALIBRATION_TEXT, self.calibration.size
+      ),
       implementation=server.who(*chunks),
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from benchmarks.committed import QUALITY, RESULTS
-from benchmarks.quality_configs import QualityConfig
+from benchmarks.quality_configs import CalibratedOn, QualityConfig
 from benchmarks.records import git_revision
 from benchmarks.sources import definition_hash
 
@@ -35,6 +35,7 @@ class QualityRow:
     metric: its name; `value` is what was measured, `ci_low` and `ci_high` bound its 95 % interval
       where there is one.
     bits_per_value: of the cache at this context (quality_configs.bits_per_value).
+    calibrated_on: where the config's means and global scales are from, for one that has any.
     implementation: who ran the operation.
     source_hash: of the definition, and for kernels of those too (sources.definition_hash).
   """
@@ -50,6 +51,7 @@ class QualityRow:
   ci_low: float | None = None
   ci_high: float | None = None
   bits_per_value: float | None = None
+  calibrated_on: CalibratedOn | None = None
   implementation: str = "xla"
   git_revision: str = dataclasses.field(default_factory=git_revision)
   source_hash: str | None = None
@@ -112,6 +114,8 @@ def _written(number: float) -> float | str:
 def from_json(line: str) -> list[QualityRow]:
   fields = json.loads(line)
   numbers, config = fields.pop("numbers"), QualityConfig(**fields.pop("config"))
+  if "calibrated_on" in fields:  # rows of before it was written have none
+    fields["calibrated_on"] = CalibratedOn(**fields["calibrated_on"])
   rows = []
   for metric, written in numbers.items():
     three = written if isinstance(written, list) else [written]

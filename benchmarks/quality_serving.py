@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ import numpy as np
 
 import nvfp4_pallas as nv
 from benchmarks import llama
-from benchmarks.quality_configs import QualityConfig, make_cache
+from benchmarks.quality_configs import QualityConfig, calibrated, make_cache
 from nvfp4_pallas.ops import decode as decode_op
 from nvfp4_pallas.ops import prefill as prefill_op
 from nvfp4_pallas.ops.request import attention_request
@@ -89,9 +90,9 @@ def stacked_caches(
   model: llama.Model,
   num_pages: int,
   num_seqs: int,
-  k_means: jax.Array | None = None,
+  calibration: Mapping[str, jax.Array],
 ) -> nv.PagedKVCache:
-  """Empty caches of all layers. k_means: float32 [layers, kv_heads, head_dim], if it needs any."""
+  """Empty caches of all layers. calibration: of `calibrate`, of no entry where none is needed."""
 
   def of_layer(index: int) -> nv.PagedKVCache:
     return make_cache(
@@ -100,7 +101,7 @@ def stacked_caches(
       num_kv_heads=model.config.num_kv_heads,
       head_dim=model.config.head_dim,
       num_rings=num_seqs,
-      k_mean=k_means[index] if config.k_mean else None,
+      **{name: of_layers[index] for name, of_layers in calibration.items()},
     )
 
   layers = [of_layer(i) for i in range(model.num_layers)]
@@ -113,7 +114,7 @@ class Server:
 
   Attributes:
     implementation: who runs the operations; None: dispatch's choice, which `who` says.
-    k_means: float32 [layers, kv_heads, head_dim], for configs that take off a mean of K.
+    calibration: of `calibrate`, for configs that need it.
     cache: of all layers; replaced by every step.
   """
 
@@ -122,7 +123,7 @@ class Server:
   num_seqs: int
   context: int
   implementation: str | None
-  k_means: jax.Array | None = None
+  calibration: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     pages = -(-self.context // self.config.page_size)
@@ -133,7 +134,7 @@ class Server:
 
   def reset(self) -> None:
     """Forgets all sequences."""
-    arguments = (self.model, self.page_table.size, self.num_seqs, self.k_means)
+    arguments = (self.model, self.page_table.size, self.num_seqs, self.calibration)
     self.cache = stacked_caches(self.config, *arguments)
     self.length = 0
 
@@ -187,7 +188,10 @@ def join(parts: list[jax.Array]) -> jax.Array:
   return parts[0]
 
 
-def k_means(model: llama.Model, tokens: np.ndarray) -> jax.Array:
-  """The mean of K over some text, float32 [layers, kv_heads, head_dim]."""
-  _, k, _ = llama.capture_attention_inputs(model, tokens)
-  return jnp.mean(k.astype(jnp.float32), axis=1)
+def calibrate(config: QualityConfig, k: jax.Array, v: jax.Array) -> dict[str, jax.Array]:
+  """What make_cache must be told for each layer, with a leading layer axis.
+
+  k, v: bfloat16 [layers, tokens, kv_heads, head_dim] of some text, as append would get them.
+  """
+  layers = [calibrated(config, *of_layer) for of_layer in zip(k, v, strict=True)]
+  return {name: jnp.stack([layer[name] for layer in layers]) for name in layers[0]}

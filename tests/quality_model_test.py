@@ -31,7 +31,8 @@ from benchmarks import (
   quality_serving,
   quality_texts,
 )
-from benchmarks.quality_configs import BF16, BY_NAME
+from benchmarks.quality_configs import BF16, BY_NAME, CalibratedOn
+from nvfp4_pallas import calibration
 from tests.base import TestCase
 
 VOCAB = 256
@@ -131,6 +132,55 @@ class ServingTest(TestCase):
   def test_every_row_names_who_ran_it(self):
     self.assertEqual(server("nvfp4").who(16, "wide"), "xla")
     self.assertEqual(server("nvfp4").who(1, "stored"), "xla")
+
+
+class CalibrationTest(TestCase):
+  def setUp(self):
+    super().setUp()
+    _, k, v = llama.capture_attention_inputs(small_model(), material().calibration)
+    self.seen = k, v
+
+  def test_scales_are_of_each_layer_and_head(self):
+    found = quality_serving.calibrate(BY_NAME["nvfp4 cal"], *self.seen)
+    self.assertEqual(set(found), {"k_global_scale", "v_global_scale"})
+    for name, rows in zip(("k_global_scale", "v_global_scale"), self.seen, strict=True):
+      largest = np.abs(np.asarray(rows, np.float32)).max(axis=(1, 3))
+      np.testing.assert_allclose(found[name], largest * calibration.HEADROOM / 2688, rtol=1e-6)
+
+  def test_means_and_scales_of_a_cache_with_both(self):
+    """The largest value is that of rows without their mean, which are rounded to bfloat16."""
+    config = dataclasses.replace(BY_NAME["nvfp4 cal"], k_mean=True)
+    found = quality_serving.calibrate(config, *self.seen)
+    k = np.asarray(self.seen[0], np.float32)
+    np.testing.assert_allclose(found["k_mean"], k.mean(axis=1), atol=1e-5)
+    largest = np.abs(k - k.mean(axis=1, keepdims=True)).max(axis=(1, 3))
+    np.testing.assert_allclose(
+      found["k_global_scale"], largest * calibration.HEADROOM / 2688, rtol=2**-8
+    )
+
+  @parameterized.parameters("nvfp4 hadK 4/6 cal w64", "nvfp4 mean")
+  def test_a_model_is_served_from_calibrated_caches(self, name):
+    source = llama_files.Source("small", small_model(), encode_words)
+    plan = dataclasses.replace(
+      PLAN, chunks=((16, "stored"),), recall_lengths=(), recall_chunks=(), generated=0
+    )
+    run = quality_model.Run(source, material(), plan, "xla")
+    config = BY_NAME[name]
+    served = run.server(config)
+    scales = np.asarray(served.cache.k.global_scale)
+    self.assertEqual(len(np.unique(scales)), scales.size if config.global_scale != "1" else 1)
+    headroom = 2.0 if config.global_scale != "1" else None
+    expected = CalibratedOn("the end of docs", 512, headroom)
+    for row in run.rows(config):
+      self.assertEqual(row.calibrated_on, expected)
+      if row.metric == "kl":  # of nvfp4: .1
+        self.assertBetween(row.value, 0, 0.2)
+
+  def test_nothing_else_reads_that_text(self):
+    windows = material().windows("docs", 4, 8192).reshape(-1)
+    docs = material().texts["docs"]
+    np.testing.assert_array_equal(docs[-512:], material().calibration)
+    self.assertLessEqual(windows.size, docs.size - 512)
 
 
 class KlTest(TestCase):

@@ -35,6 +35,10 @@ class RowsTest(TestCase):
       example_row(ci_low=0.13, ci_high=0.15),
       example_row(config=quality_configs.BY_NAME["nvfp4 mean hadK 4/6 w64"], metric="kl"),
       example_row(value=math.inf, metric="snr_db", bits_per_value=None),
+      example_row(
+        config=quality_configs.CALIBRATED,
+        calibrated_on=quality_configs.CalibratedOn("some text", 512, 2.0),
+      ),
     ]
     path = pathlib.Path(self.create_tempdir().full_path) / "new" / "rows.jsonl"
     quality_rows.write(rows, path)
