@@ -23,7 +23,8 @@ from benchmarks.small import Variant
 from benchmarks.trace import KernelTimes, joined, kernel_times
 from nvfp4_pallas.cache import ring_pages
 from nvfp4_pallas.ops.decode import resolve_decode
-from nvfp4_pallas.ops.prefill import resolve_prefill, workspace_bytes
+from nvfp4_pallas.ops.prefill import resolve_prefill
+from nvfp4_pallas.ops.prefill_sm90 import workspace_bytes
 from nvfp4_pallas.ops.request import attention_request, attention_spec
 
 HEADS, GROUP, DIM, PAGE_SIZE = 8, 4, 128, 64

@@ -40,7 +40,7 @@ def kernel_hash(kernel_names: Iterable[str]) -> str:
 
 
 # What the operations import that changes who runs or what is checked, never a number.
-_NO_NUMBERS = ("debug", "dispatch", "policy")
+_NO_NUMBERS = ("auto", "debug", "dispatch", "implementations", "policy")
 
 
 @functools.cache
@@ -49,7 +49,7 @@ def definition_hash(implementation: str) -> str:
   implementation than `xla` its own kernels."""
   package, with_kernels = KERNELS.parent, implementation != "xla"
   paths = [p for p in package.glob("*.py") if p.stem in definition_modules()]
-  paths += [p for p in (package / "ops").glob("*.py") if with_kernels or p.stem != "prefill_choice"]
+  paths += [p for p in (package / "ops").glob("*.py") if _concerns(p.stem, implementation)]
   if with_kernels:
     launchers = [p.stem for p in KERNELS.glob(f"*_{implementation}.py")]
     paths += [KERNELS / f"{name}.py" for name in {"__init__", *closure(launchers)}]
@@ -57,6 +57,14 @@ def definition_hash(implementation: str) -> str:
   for path in sorted(paths):
     digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
   return digest.hexdigest()[:12]
+
+
+def _concerns(name: str, implementation: str) -> bool:
+  """Whether numbers of an implementation may depend on this module of the operations: one that is
+  named after an architecture belongs to the implementation for it."""
+  suffix = name.rsplit("_", 1)[-1]
+  of_another = suffix.startswith("sm") and not implementation.endswith(f"_{suffix}")
+  return name not in _NO_NUMBERS and not of_another
 
 
 def definition_modules() -> set[str]:

@@ -17,6 +17,7 @@ import nvfp4_pallas as nv
 from benchmarks import oracle
 from nvfp4_pallas import dispatch
 from nvfp4_pallas.ops import decode as decode_op
+from nvfp4_pallas.ops import decode_sm90
 from nvfp4_pallas.ops.request import attention_request
 from nvfp4_pallas.read_paths import AttentionSpec
 from tests import cases, kernel_cases
@@ -105,18 +106,18 @@ class OperationsTest(TestCase):
   @parameterized.parameters(
     ({}, "split_kv", "by the split-KV kernel"),
     ({"group": 16, "head_dim": 256, "formats": ("bf16", "fp8")}, "split_kv", "split-KV"),
-    ({"group": 17}, "attention", "not the split-KV kernel: .* up to 16 query heads .* got 17"),
-    ({"head_dim": 96}, "attention", "head dims 64, 128, 256, got head_dim 96"),
-    ({"v_head_dim": 96}, "attention", "head dims 64, 128, 256, got v_head_dim 96"),
-    ({"num_splits": 1}, "attention", "it cuts the batch itself, and num_splits is given"),
+    ({"group": 17}, "plain", "not the split-KV kernel: .* up to 16 query heads .* got 17"),
+    ({"head_dim": 96}, "plain", "head dims 64, 128, 256, got head_dim 96"),
+    ({"v_head_dim": 96}, "plain", "head dims 64, 128, 256, got v_head_dim 96"),
+    ({"num_splits": 1}, "plain", "it cuts the batch itself, and num_splits is given"),
   )
   def test_which_kernel_decodes(self, changes, kernel, reason):
     built = cases.build(cases.decode_case(cases.MIXED))
     spec = AttentionSpec("nvfp4_dequant", True, 1.0)
     request = dataclasses.replace(attention_request(built.q, built.cache, spec), **changes)
     with dispatch.use_target(dispatch.Target("sm_90")):
-      chosen, why = decode_op.choose_kernel(request)
-      self.assertEqual(chosen.__name__, f"_decode_{kernel}")
+      chosen, why = decode_sm90.choose_kernel(request)
+      self.assertEqual(chosen.__name__, kernel)
       self.assertRegex(why, reason)
       for implementation in (None, "mosaic_sm90"):
         resolved = decode_op.resolve_decode(request, implementation)
@@ -124,7 +125,7 @@ class OperationsTest(TestCase):
         self.assertEndsWith(resolved.reason, why)
         self.assertIs(resolved.function, chosen)
     with dispatch.use_target(dispatch.Target("sm_90", interpret=object())):
-      self.assertIs(decode_op.choose_kernel(request)[0], decode_op._decode_attention)
+      self.assertIs(decode_sm90.choose_kernel(request)[0], decode_sm90.plain)
 
   def test_only_the_split_kv_kernel_has_room_for_bf16_of_head_dim_256(self):
     built = cases.build(cases.decode_case(cases.MIXED))
@@ -206,7 +207,7 @@ class OperationsTest(TestCase):
       ),
       nv.RaggedBatch.for_decode(jnp.zeros((seqs, pages), jnp.int32), jnp.zeros((seqs,), jnp.int32)),
     )
-    splits = decode_op._splits_to_fill_a_gpu
+    splits = decode_sm90._splits_to_fill_a_gpu
     self.assertEqual(splits(*make(64, 128)), 1)  # 512 programs are enough
     self.assertEqual(splits(*make(1, 512)), 32)
     self.assertEqual(splits(*make(1, 32)), 4)  # 2048 keys: no split under 512

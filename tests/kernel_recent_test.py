@@ -15,8 +15,7 @@ from nvfp4_pallas import recent
 from nvfp4_pallas.cache import pool_arrays
 from nvfp4_pallas.kernels import append_mosaic_sm90 as kernel
 from nvfp4_pallas.kernels import append_recent_ptx, prefill_mosaic_sm90
-from nvfp4_pallas.ops import prefill as prefill_op
-from nvfp4_pallas.ops import prefill_recent
+from nvfp4_pallas.ops import prefill_recent, prefill_xla
 from nvfp4_pallas.read_paths import AttentionSpec
 from tests import cases, ptx_emulator
 from tests.base import TestCase
@@ -185,7 +184,7 @@ class PrefillTest(TestCase):
     spec = AttentionSpec("nvfp4_dequant", True, case.head_dim**-0.5)
 
     def attend(q, cache, batch):
-      runs = [prefill_op._prefill_xla] * 3
+      runs = [prefill_xla.prefill] * 3
       return prefill_recent.attend(q, cache, batch, spec, None, None, runs=runs)
 
     for ids in (None, jnp.asarray([0, -1], jnp.int32)):
@@ -206,13 +205,13 @@ class PrefillTest(TestCase):
 
     def rows(q, new_kv, batch, spec, *, out_dtype):
       wide = dataclasses.replace(spec, read_path="bf16")
-      parts = [(q.astype(jnp.float32), wide, prefill_op._wide_source(new_kv, batch))]
-      return prefill_op._tiles_of_rows(parts, batch, None)
+      parts = [(q.astype(jnp.float32), wide, prefill_xla.wide_source(new_kv, batch))]
+      return prefill_xla.tiles_of_rows(parts, batch, None)
 
     with mock.patch.object(prefill_mosaic_sm90, "attention_to_rows", rows):
       got = jax.jit(
         lambda q, cache, batch: prefill_recent.attend(
-          q, cache, batch, spec, new_kv, None, runs=[prefill_op._prefill_xla] * 2
+          q, cache, batch, spec, new_kv, None, runs=[prefill_xla.prefill] * 2
         )
       )(built.q, built.cache, built.batch)
     self.check(got, built, new_kv=new_kv)

@@ -23,6 +23,7 @@ from nvfp4_pallas.kernels import decode_attend, short_attend, softmax, tail_layo
 from nvfp4_pallas.kernels import tail_mosaic_sm90 as kernel
 from nvfp4_pallas.kernels.tail_mosaic_sm90 import TailConfig
 from nvfp4_pallas.ops import prefill as prefill_op
+from nvfp4_pallas.ops import prefill_sm90
 from nvfp4_pallas.ops.decode import resolve_decode
 from nvfp4_pallas.ops.request import attention_request
 from nvfp4_pallas.read_paths import AttentionSpec
@@ -463,17 +464,17 @@ def name_of(function) -> str:
 class DispatchTest(TestCase):
   @parameterized.parameters(
     ({}, "tail", "by the kernel for short queries"),
-    ({"num_tokens": 3 * prefill_op.MAX_TAIL}, "tail", "by the kernel for short queries"),
+    ({"num_tokens": 3 * prefill_sm90.MAX_TAIL}, "tail", "by the kernel for short queries"),
     ({"group": 64}, "tail", "by the kernel for short queries"),
     (
-      {"num_tokens": 3 * prefill_op.MAX_TAIL + 1},
+      {"num_tokens": 3 * prefill_sm90.MAX_TAIL + 1},
       "whole",
       "not the one for short queries: sequences have more than 128 new tokens on average",
     ),
     ({"num_tokens": 3 * 128, "num_kv_heads": 16}, "whole", "fill the GPU without cutting"),
     ({"num_tokens": 3 * 16, "num_kv_heads": 999}, "tail", "by the kernel for short queries"),
     ({"group": 65}, "whole", "up to 64 query heads a KV head, got 65"),
-    ({"group": 129}, "attention", "up to 128 query heads a KV head, got 129"),
+    ({"group": 129}, "plain", "up to 128 query heads a KV head, got 129"),
     ({"spec": AttentionSpec("nvfp4_repack", True, 1.0)}, "tail", "by the kernel for short"),
     ({"spec": AttentionSpec("nvfp4_repack", True, 1.0)} | LONG, "whole", "16.0 blocks that read"),
     (
@@ -488,11 +489,11 @@ class DispatchTest(TestCase):
     ),
     ({"head_dim": 64}, "whole", "has head_dim 128, got head_dim 64"),
     ({"v_head_dim": 64}, "whole", "has head_dim 128, got v_head_dim 64"),
-    ({"v_head_dim": 96}, "attention", "has head dims 64, 128, 256, got v_head_dim 96"),
-    ({"formats": ("nvfp4", "bf16")}, "attention", "K and V in nvfp4, got nvfp4 and bf16"),
-    ({"formats": ("fp8", "nvfp4")}, "attention", "K and V in nvfp4, got fp8 and nvfp4"),
+    ({"v_head_dim": 96}, "plain", "has head dims 64, 128, 256, got v_head_dim 96"),
+    ({"formats": ("nvfp4", "bf16")}, "plain", "K and V in nvfp4, got nvfp4 and bf16"),
+    ({"formats": ("fp8", "nvfp4")}, "plain", "K and V in nvfp4, got fp8 and nvfp4"),
     ({"new_kv": True}, "whole", "reads all keys from the cache, not new_kv"),
-    ({"spec": AttentionSpec("nvfp4_dequant", True, 0.0)}, "attention", "sm_scale must not be 0"),
+    ({"spec": AttentionSpec("nvfp4_dequant", True, 0.0)}, "plain", "sm_scale must not be 0"),
     ({"spec": AttentionSpec("nvfp4_a4q", True, -1.0)}, "tail", "by the kernel for short.*emulated"),
     ({"spec": AttentionSpec("nvfp4_a8q", True, 1.0)}, "whole", "not nvfp4_a8q"),
   )
@@ -506,19 +507,19 @@ class DispatchTest(TestCase):
     )
     request = dataclasses.replace(request, **changes)
     with dispatch.use_target(dispatch.Target("sm_90")):
-      chosen, why = prefill_op.choose_kernel(request)
+      chosen, why = prefill_sm90.choose_kernel(request)
       self.assertRegex(why, reason)
       resolved = prefill_op.resolve_prefill(request)
       if resolved.implementation == "mosaic_sm90":
         self.assertEndsWith(resolved.reason, why)
-        self.assertEqual(name_of(resolved.function), f"_prefill_{name}")
+        self.assertEqual(name_of(resolved.function), name)
       else:
-        self.assertIn(name, ("attention", "none"))
+        self.assertIn(name, ("plain", "none"))
       if name != "none":
-        self.assertEqual(name_of(chosen), f"_prefill_{name}")
+        self.assertEqual(name_of(chosen), name)
     with dispatch.use_target(dispatch.Target("sm_90", interpret=object())):
-      chosen, why = prefill_op.choose_kernel(request)
-      self.assertIs(chosen, prefill_op._prefill_attention)
+      chosen, why = prefill_sm90.choose_kernel(request)
+      self.assertIs(chosen, prefill_sm90.plain)
       self.assertRegex(why, "its PTX cannot be interpreted")
 
   def test_an_out_that_is_too_large(self):

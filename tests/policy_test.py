@@ -13,7 +13,7 @@ from benchmarks import committed, records, sources
 from benchmarks import costs as costs_command
 from nvfp4_pallas import policy
 from nvfp4_pallas.cache import PagedKVCache
-from nvfp4_pallas.ops import prefill_choice
+from nvfp4_pallas.ops import prefill_choice_sm90
 from nvfp4_pallas.ops.request import attention_request, attention_spec
 from nvfp4_pallas.policy import Cost, CostTable, Geometry
 from nvfp4_pallas.read_paths import READ_PATHS
@@ -203,7 +203,7 @@ class ChoiceTest(TestCase):
       num_seqs=batch,
       max_pages=kv_len // 16,
     )
-    self.assertEqual(chosen.workspace_bytes, prefill_choice.workspace_bytes(request))
+    self.assertEqual(chosen.workspace_bytes, prefill_choice_sm90.workspace_bytes(request))
 
   @parameterized.parameters(
     ({"phase": "tail"}, r"phase must be one of \('prefill', 'decode'\), got 'tail'"),

@@ -12,7 +12,7 @@
 
 `new_kv`, this step's keys in wide form, are a pass of their own over rows instead of pages: ahead.
 
-The workspace has room for all pages of the page table; ops/prefill_choice.py has its size, and
+The workspace has room for all pages of the page table; ops/prefill_choice_sm90.py has its size, and
 which of the two runs. A4Q is emulated: its numbers, not its speed.
 
 Limits that the definition does not have:

@@ -1,0 +1,15 @@
+"""Who can run attention: the tables that dispatch.resolve picks from."""
+
+from __future__ import annotations
+
+from nvfp4_pallas.dispatch import Entry
+from nvfp4_pallas.ops import decode_sm90, decode_xla, prefill_sm90, prefill_xla
+
+PREFILL = {
+  "mosaic_sm90": Entry(prefill_sm90.plain, prefill_sm90.unsupported, prefill_sm90.choose_kernel),
+  "xla": Entry(prefill_xla.prefill),
+}
+DECODE = {
+  "mosaic_sm90": Entry(decode_sm90.split_kv, decode_sm90.unsupported, decode_sm90.choose_kernel),
+  "xla": Entry(decode_xla.decode),
+}
