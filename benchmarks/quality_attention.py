@@ -81,14 +81,21 @@ FULL = (
   Case("captured", 256, configs.CONFIGS),
   Case(quality_data.TINY, 1024, (configs.CALIBRATED,)),
 )
+# What gates ask for that are not left to full runs: each format and lever where it shows.
 _GATED = _named(
-  *("bf16", "fp8", "nvfp4", "nvfp4, Q x2", "nvfp4, Q x1", "nvfp4 hadK 4/6"),
-  "nvfp4 hadK 4/6, Q x1",
+  *("fp8", "fp8/nvfp4", "nvfp4", "nvfp4, Q x2", "nvfp4 cal", "nvfp4 hadK 4/6", "nvfp4 hadKV 4/6"),
+  "nvfp4 hadK 4/6 w64",
+)
+_GATED_ON_GAUSS = _named(
+  *("bf16", "nvfp4 4/6", "nvfp4 mean", "nvfp4, Q x1", "nvfp4, Q fp8", "nvfp4 hadK 4/6, Q x1"),
+  "nvfp4 w64",
 )
 SMOKE = (
-  Case("gauss", 1024, _GATED),
+  Case("gauss", 1024, (*_GATED, *_GATED_ON_GAUSS)),
   Case("gauss", 1024, _named("nvfp4"), causal=True),
-  Case("captured", 256, _GATED[1:]),
+  Case("peaky", 1024, _named("nvfp4", "nvfp4 mean", "nvfp4 hadK 4/6", "nvfp4 hadKV 4/6")),
+  Case("captured", 256, _GATED),
+  Case(quality_data.TINY, 1024, (configs.CALIBRATED,)),
 )
 
 
