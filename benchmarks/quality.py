@@ -4,19 +4,25 @@ Levels: `format` packs values, `attention` runs one layer through a cache and th
 patterns and on captured activations, `model` a whole language model. Prints a table for each, then
 every gate with its value; the exit status is 1 if one fails. A quantised Q that costs more than 2 %
 is marked `fails`. --committed shows the rows of benchmarks/results/quality.jsonl instead; those of
-other sources than these are STALE.
+other sources than these are STALE. What is wrong with an argument ends it with status 2.
 """
 
 from __future__ import annotations
 
 import argparse
 import pathlib
+from typing import TYPE_CHECKING
 
 from benchmarks import quality_configs, quality_rows, quality_table
 from benchmarks.progress import Progress
 from benchmarks.quality_gates import GATES
 from benchmarks.quality_judge import Verdict, judge
 from benchmarks.quality_rows import LEVELS, QualityRow
+
+if TYPE_CHECKING:
+  from benchmarks.quality_model import Plan
+
+PLANS = ("full", "levers")
 
 
 def main(argv: list[str]) -> int:
@@ -25,33 +31,53 @@ def main(argv: list[str]) -> int:
     "--levels", nargs="+", choices=LEVELS, default=["format", "attention"], metavar="LEVEL"
   )
   parser.add_argument(
-    "--smoke", action="store_true", help="few configs and short contexts, about half a minute"
+    "--smoke", action="store_true", help="few configs and short contexts, about a minute"
   )
   parser.add_argument("--implementation", help="who runs the operations; default: the device's")
-  parser.add_argument("--configs", nargs="+", choices=quality_configs.BY_NAME, metavar="CONFIG")
+  parser.add_argument(
+    "--configs",
+    nargs="+",
+    choices=quality_configs.BY_NAME,
+    metavar="CONFIG",
+    help="of level model; default: all",
+  )
   parser.add_argument(
     "--plan",
-    choices=("full", "levers"),
-    default="full",
-    help="of level model: everything, or one text at 1,024 tokens, which a CPU reads in minutes",
+    choices=PLANS,
+    help="of level model: everything (full, the default), or levers: one text at 1,024 tokens, "
+    "which a CPU reads in minutes",
   )
-  parser.add_argument("--context", type=int, default=8192, help="of level model, plan full")
+  parser.add_argument("--context", type=int, help="of level model, plan full; default: 8192")
   parser.add_argument("--model", type=pathlib.Path, help="of level model: where its files are")
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/quality.jsonl"))
   parser.add_argument("--plot", type=pathlib.Path, metavar="DIR", help="also draw pictures there")
   parser.add_argument("--committed", action="store_true", help="measure nothing, show what is kept")
   options = parser.parse_args(argv)
+  try:
+    return _run(options)
+  except WrongArgument as error:
+    parser.error(str(error))
+
+
+class WrongArgument(Exception):
+  """Something that was given on the command line; the message names it, its rule and its value."""
+
+
+def _run(options: argparse.Namespace) -> int:
   if options.committed:
-    rows = quality_rows.read(quality_rows.COMMITTED) if quality_rows.COMMITTED.exists() else []
+    rows = _committed()
     if not rows:
       print("no rows are committed: `python3 -m benchmarks quality --out FILE` makes them")
       return 1
     status = report(rows, list(LEVELS))
   else:
-    rows = measure(options)
+    plan = _plan(options)
+    _check_files(options)
+    loaded = _load(options.model) if "model" in options.levels else None
+    rows = measure(options, plan, loaded)
     quality_rows.write(rows, options.out)
-    context = 1024 if options.plan == "levers" else options.context
-    status = report(rows, options.levels, smoke=options.smoke, contexts=[context])
+    contexts = None if plan is None else [plan.context]
+    status = report(rows, options.levels, smoke=options.smoke, contexts=contexts)
     print(f"\nRows: {options.out}")
   if options.plot:
     from benchmarks import quality_plot
@@ -59,12 +85,78 @@ def main(argv: list[str]) -> int:
     try:
       drawn = quality_plot.draw(rows, options.plot)
     except ImportError as error:
-      parser.error(f"--plot needs matplotlib, which the extra `reports` installs: {error}")
+      raise WrongArgument(
+        f"--plot needs matplotlib, which the extra `reports` installs: {error}"
+      ) from error
     print("Drawn: " + ", ".join(map(str, drawn)))
   return status
 
 
-def measure(options: argparse.Namespace) -> list[QualityRow]:
+def _committed() -> list[QualityRow]:
+  path = quality_rows.COMMITTED
+  try:
+    return quality_rows.read(path) if path.exists() else []
+  except ValueError as error:
+    raise WrongArgument(f"--committed: {error}") from error
+
+
+def _plan(options: argparse.Namespace) -> Plan | None:
+  """What level model measures; None where it is not asked for."""
+  if "model" not in options.levels:
+    for name in ("configs", "plan", "context", "model"):
+      if (value := getattr(options, name)) is not None:
+        raise WrongArgument(f"--{name} is of level model, which --levels must name, got {value}")
+    return None
+  from benchmarks import quality_model
+
+  if options.smoke:
+    for name in ("plan", "context"):
+      if (value := getattr(options, name)) is not None:
+        raise WrongArgument(f"--{name} must not be given with --smoke, got {value}")
+    for name in options.configs or ():
+      if name not in quality_model.SMOKE_CONFIGS:
+        some = ", ".join(quality_model.SMOKE_CONFIGS)
+        raise WrongArgument(f"--configs must be of {some} with --smoke, got {name}")
+    return quality_model.SMOKE
+  if options.plan == "levers":
+    if options.context is not None:
+      raise WrongArgument(f"--context must not be given with --plan levers, got {options.context}")
+    return quality_model.LEVERS
+  try:
+    return quality_model.full_plan(8192 if options.context is None else options.context)
+  except ValueError as error:
+    raise WrongArgument(f"--{error}") from error
+
+
+def _check_files(options: argparse.Namespace) -> None:
+  """Before hours of measuring: that the results can be written."""
+  for name, path, of_folder in (("out", options.out, False), ("plot", options.plot, True)):
+    if path is None:
+      continue
+    folder = path if of_folder else path.parent
+    try:
+      folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+      raise WrongArgument(f"--{name} must lie in a folder, got {path}: {error}") from error
+    if not of_folder and path.is_dir():
+      raise WrongArgument(f"--{name} must be a file, got the folder {path}")
+
+
+def _load(path: pathlib.Path | None):
+  from benchmarks import quality_model
+
+  Progress(1).step("the model and its texts")
+  try:
+    return quality_model.load(path)
+  except (ValueError, OSError, ImportError) as error:
+    given = "the pinned SmolLM2, as none was given" if path is None else path
+    raise WrongArgument(
+      f"--model must be what a Llama can be read from, got {given}: {error}"
+    ) from error
+
+
+def measure(options: argparse.Namespace, plan: Plan | None, loaded) -> list[QualityRow]:
+  """Rows of the levels; plan and loaded: of level model (quality_model.load)."""
   levels, smoke, implementation = options.levels, options.smoke, options.implementation
   rows = []
   if "format" in levels:
@@ -82,18 +174,16 @@ def measure(options: argparse.Namespace) -> list[QualityRow]:
     cases = quality_attention.SMOKE if smoke else quality_attention.FULL
     progress = Progress(quality_attention.steps(cases))
     rows += quality_attention.measure(cases, implementation, progress)
-  if "model" in levels:
+  if plan is not None:
     from benchmarks import quality_model
 
-    configs = [quality_configs.BY_NAME[name] for name in options.configs or quality_configs.BY_NAME]
-    levers = options.plan == "levers"
+    names = options.configs or (quality_model.SMOKE_CONFIGS if smoke else quality_configs.BY_NAME)
     rows += quality_model.measure(
-      configs,
-      smoke=smoke,
+      [quality_configs.BY_NAME[name] for name in names],
+      plan,
+      loaded,
       implementation=implementation,
       progress=Progress,
-      model=options.model,
-      plan=quality_model.LEVERS if levers else quality_model.full_plan(options.context),
     )
   return rows
 

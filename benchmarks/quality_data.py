@@ -4,7 +4,8 @@ Values stand for the shapes that K and V have been seen to take. Attention patte
 looks for: `gauss` averages over all keys, where errors of K and V average too; `peaky` and `needle`
 have K with biased channels that rotary embedding turns slowly, and queries with 4 or 1 dominant
 keys, made for the purpose; `sink` gives most of its weight to a first token with hardly any value.
-These are stress, never a model's quality. Everything comes from fixed seeds.
+TINY is `gauss` with small keys and values and large queries: with a global scale of 1 all of it
+becomes zero. These are stress, never a model's quality. Everything comes from fixed seeds.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ DISTRIBUTIONS = (
   "huge 2^20",
 )
 PATTERNS = ("gauss", "peaky", "needle", "sink")
+TINY = "gauss x 2^-12"
 QUERIES = 64
 CALIBRATION_TOKENS = 64  # of a text; what comes after is judged
 
@@ -75,7 +77,9 @@ class Inputs:
 
 
 def pattern(name: str, tokens: int, head_dim: int = 128, *, causal: bool = False) -> Inputs:
-  """QUERIES rows of one head over `tokens` keys of one head."""
+  """QUERIES rows of one head over `tokens` keys of one head; name: of PATTERNS, or TINY."""
+  if name == TINY:
+    return _tiny(pattern("gauss", tokens, head_dim, causal=causal))
   rng = np.random.default_rng([PATTERNS.index(name), tokens, head_dim])
   k, v = _keys(name, tokens, head_dim, rng)
   q = _queries(name, k, rng)
@@ -91,6 +95,19 @@ def pattern(name: str, tokens: int, head_dim: int = 128, *, causal: bool = False
     first_judged=0,
     sample=(sample_k[:, None], sample_v[:, None]),
     sample_name=f"another {name}",
+  )
+
+
+def _tiny(inputs: Inputs) -> Inputs:
+  """The same scores from keys and values by a power of two smaller."""
+  small = np.float32(2.0**-12)
+  return dataclasses.replace(
+    inputs,
+    name=TINY,
+    q=inputs.q / small,
+    k=inputs.k * small,
+    v=inputs.v * small,
+    sample=(inputs.sample[0] * small, inputs.sample[1] * small),
   )
 
 

@@ -54,6 +54,24 @@ class Gate:
   two_implementations: bool = False
 
 
+def gates_on(
+  level: str, where: Mapping[str, object], *lines: tuple[str, str | None, str, str], **shared
+) -> list[Gate]:
+  """Gates on the same rows of several configs.
+
+  Args:
+    where, shared: as in Gate.
+    lines: (name, config or None for any, "metric rule threshold", why).
+  """
+  gates = []
+  for name, config, rule, why in lines:
+    metric, rule, threshold = rule.rsplit(" ", 2)
+    of = dict(where) if config is None else {"config": config} | dict(where)
+    numbers = {"metric": metric, "rule": rule, "threshold": float(threshold)}
+    gates.append(Gate(name=name, level=level, where=of, why=why, **numbers, **shared))
+  return gates
+
+
 @dataclasses.dataclass(frozen=True)
 class Verdict:
   """What came of a gate; `passed` is None where it was not asked for. `note`: the deciding row."""
@@ -103,7 +121,9 @@ def judge(
 
 def _asked(gate: Gate, contexts: Iterable[int]) -> bool:
   wanted = gate.where.get("context")
-  return wanted is None or wanted in set(contexts)
+  if wanted is None:
+    return True
+  return not set(contexts).isdisjoint(wanted if isinstance(wanted, tuple) else (wanted,))
 
 
 def _judge(gate: Gate, rows: Sequence[QualityRow]) -> Verdict:

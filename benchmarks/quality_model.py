@@ -96,12 +96,18 @@ LEVERS = Plan(
 
 
 def full_plan(context: int = 8192) -> Plan:
-  """The whole measurement, with windows and prompts of at most `context` tokens."""
-  if context < 1024 or context % 64:
-    raise ValueError(f"context must be a multiple of 64 of at least 1024, got {context}")
+  """The whole measurement, with windows and prompts of at most `context` tokens.
+
+  Raises:
+    ValueError: context is too short for prompts, or the texts are for windows.
+  """
+  windows = (("docs", 4), ("code", 2), ("reasoning", 2))
+  longest = min(quality_texts.available(text) // count for text, count in windows) // 64 * 64
+  if not 1024 <= context <= longest or context % 64:
+    raise ValueError(f"context must be a multiple of 64 from 1024 to {longest}, got {context}")
   return Plan(
     context=context,
-    windows=(("docs", 4), ("code", 2), ("reasoning", 2)),
+    windows=windows,
     chunks=((min(2048, context // 4), "wide"), (64, "wide"), (16, "wide"), STORED),
     recall_lengths=tuple(n for n in (1024, 4096, 8192) if n <= context),
     recall_chunks=((64, "wide"),),  # what is asked for lies in pages, however new tokens are read
@@ -121,30 +127,27 @@ def load(path: pathlib.Path | None = None) -> tuple[llama_files.Source, quality_
 
 def measure(
   configs: Sequence[QualityConfig],
+  plan: Plan,
+  loaded: tuple[llama_files.Source, quality_texts.Material],
   *,
-  smoke: bool,
   implementation: str | None,
   progress: Callable[[int], Progress],
-  model: pathlib.Path | None = None,
-  plan: Plan | None = None,
 ) -> list[QualityRow]:
   """Rows of each config, and of BF16, which is always measured.
 
   Args:
     configs: what to measure.
-    smoke: SMOKE in place of `plan`, of those configs that are in SMOKE_CONFIGS.
+    plan: how much.
+    loaded: of `load`.
     implementation: who runs append, prefill and decode; None: the kernels of the device where they
       can. Every row names who ran its attention.
     progress: gets the number of its steps.
-    model: as in llama_files.load.
-    plan: what is measured; None: full_plan().
   """
-  configs = [c for c in configs if c != BF16 and (not smoke or c.name in SMOKE_CONFIGS)]
-  steps = progress(2 + len(configs))
-  steps.step("the model and its texts")
-  source, material = load(model)
+  source, material = loaded
+  configs = [c for c in configs if c != BF16]
+  steps = progress(1 + len(configs))
   steps.step(f"{source.name}, {BF16.name}")
-  run = Run(source, material, SMOKE if smoke else plan or full_plan(), implementation)
+  run = Run(source, material, plan, implementation)
   rows = list(run.reference_rows())
   for config in configs:
     steps.step(f"{source.name}, {config.name}")

@@ -53,16 +53,20 @@ class Material:
 
   def windows(self, text: str, count: int, length: int) -> np.ndarray:
     """int32 [count, length], windows that do not overlap. Raises ValueError for too many."""
-    available = self.texts[text].size - (CALIBRATION_TOKENS if text == "docs" else 0)
-    if count * length > available:
+    if count * length > available(text):
       raise ValueError(
-        f"windows of {text!r} must fit into {available} tokens, got {count} of {length}"
+        f"windows of {text!r} must fit into {available(text)} tokens, got {count} of {length}"
       )
     return self.texts[text][: count * length].reshape(count, length)
 
   @property
   def calibration(self) -> np.ndarray:
     return self.texts["docs"][-CALIBRATION_TOKENS:]
+
+
+def available(text: str) -> int:
+  """Tokens of a text that windows may have."""
+  return TOKENS_OF_TEXT - (CALIBRATION_TOKENS if text == "docs" else 0)
 
 
 def make(encode: Encode, recall_lengths: tuple[int, ...] = RECALL_LENGTHS) -> Material:

@@ -110,6 +110,12 @@ class JudgeTest(TestCase):
     self.assertTrue(verdict([example_row(data="a model, docs")], only).passed)
     self.assertFalse(verdict([example_row(data="a model, code")], only).passed)
 
+  def test_contexts_that_were_not_asked_for(self):
+    only = gate(level="model", where={"context": (256, 1024)})
+    for contexts, note in (((8192,), "not asked for"), ((256,), "no measurement")):
+      (found,) = judge([], ["model"], gates=[only], contexts=contexts)
+      self.assertEqual(found.note, note)
+
 
 class TableTest(TestCase):
   def test_names_are_unique(self):
@@ -125,7 +131,7 @@ class TableTest(TestCase):
         self.assertIn(g.over, OVER)
         self.assertNotEmpty(g.why)
         self.assertContainsSubset(set(g.where), fields)
-        self.assertIn(g.where.get("config", "nvfp4"), names)
+        self.assertContainsSubset(set(_configs(g)), names)
         self.assertIn(g.relative_to or "nvfp4", names)
         self.assertEqual(g.rule == "within", g.expected is not None)
 
@@ -133,13 +139,17 @@ class TableTest(TestCase):
     """By the full run, and those that are not left to it by the smoke run."""
     for g in GATES:
       for cases in (quality_attention.FULL, quality_attention.SMOKE):
-        if g.level != "attention" or "config" not in g.where:
+        if g.level != "attention" or (g.full_only and cases is quality_attention.SMOKE):
           continue
-        if g.full_only and cases is quality_attention.SMOKE:
-          continue
-        wanted = {g.where["config"], g.relative_to} - {None}
-        having = [c for c in cases if wanted <= {config.name for config in c.configs}]
-        self.assertTrue(any(_may_match(g, c) for c in having), g.name)
+        names = lambda case: {config.name for config in case.configs}
+        having = [
+          case
+          for case in cases
+          if _may_match(g, case)
+          and names(case) & (set(_configs(g)) or names(case))
+          and {g.relative_to} - {None} <= names(case)
+        ]
+        self.assertNotEmpty(having, g.name)
 
   def test_what_is_not_free_is_expected_to_fail(self):
     (g,) = (g for g in GATES if g.name == "Q x1 fails 1.02 and says so")
@@ -154,6 +164,12 @@ class TableTest(TestCase):
       self.assertLessEqual(max(map(len, lines)), WIDTH)
       for v in verdicts:
         self.assertTrue(any(line.startswith(f"{v.gate.name} ") for line in lines), v.gate.name)
+
+
+def _configs(g: Gate) -> tuple[str, ...]:
+  """Names; none for any."""
+  config = g.where.get("config", ())
+  return config if isinstance(config, tuple) else (str(config),)
 
 
 def _may_match(g: Gate, case) -> bool:

@@ -12,7 +12,7 @@ from absl.testing import absltest
 
 from benchmarks import llama_files, quality_model
 from benchmarks.progress import Progress
-from benchmarks.quality_configs import CONFIGS
+from benchmarks.quality_configs import BY_NAME
 from tests.base import TestCase
 
 FETCHED = llama_files.gguf_path().exists()
@@ -23,7 +23,13 @@ INSTALLED = all(importlib.util.find_spec(name) for name in ("gguf", "tokenizers"
 class SmokeTest(TestCase):
   def test_smoke(self):
     """One test, because the runner may give tests of a module to several processes."""
-    rows = quality_model.measure(CONFIGS, smoke=True, implementation="xla", progress=Progress)
+    rows = quality_model.measure(
+      [BY_NAME[name] for name in quality_model.SMOKE_CONFIGS],
+      quality_model.SMOKE,
+      quality_model.load(),
+      implementation="xla",
+      progress=Progress,
+    )
     values = {(row.config.name, row.operation, row.metric): row.value for row in rows}
     for config, least, most in (
       ("bf16", 0.0, 1e-4),  # between chunk lengths: the floor, measured 3.4e-5
