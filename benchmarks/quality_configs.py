@@ -249,4 +249,4 @@ QUANTISED_Q = (*with_quantised_q(NVFP4), *with_quantised_q(HAD_K_46))
 
 CONFIGS = (BF16, *_STORED, *QUANTISED_Q, *WINDOWED)
 BY_NAME = {config.name: config for config in CONFIGS}
-RECOMMENDED = BY_NAME["nvfp4 hadK 4/6 w64"].name
+RECOMMENDED = BY_NAME["nvfp4 hadK 4/6 w96"].name
