@@ -240,6 +240,7 @@ class _Run:
         continue
       self._workload(work, some)
       self.count += len(some)
+      self._drop_pools()
 
   def _copy_bandwidth(self) -> float:
     rate, row = copy_bandwidth()
@@ -289,7 +290,6 @@ class _Run:
   def _pools_of(self, work) -> Pools:
     of = work.geometry, work.page_size
     if of not in self._pools:
-      self._pools.clear()  # those of other heads are done with, as cases are in order
       most = most_pages(work.heads, work.page_size, device_memory())
       wanted = [
         pages_for(case.workload, self._rotated)
@@ -300,6 +300,13 @@ class _Run:
       fitting = [pages for pages in wanted if pages <= most]
       self._pools[of] = Pools(work.heads, work.page_size, max(fitting, default=1))
     return self._pools[of]
+
+  def _drop_pools(self) -> None:
+    """Those that no later case reads."""
+    later = {
+      (case.workload.geometry, case.workload.page_size) for case in self._cases[self.count :]
+    }
+    self._pools = {of: pools for of, pools in self._pools.items() if of in later}
 
 
 def _row_of_failure(row: functools.partial, error: Exception) -> Row:
