@@ -22,7 +22,8 @@ from benchmarks.turns import CALLS_A_TURN, TURNS, Timed
 from benchmarks.workloads import Workload
 from nvfp4_pallas.cache import LAYOUT, ring_pages
 from nvfp4_pallas.ops.decode import resolve_decode
-from nvfp4_pallas.ops.prefill import resolve_prefill, workspace_bytes
+from nvfp4_pallas.ops.prefill import resolve_prefill
+from nvfp4_pallas.ops.prefill_sm90 import workspace_bytes
 from nvfp4_pallas.ops.request import attention_request, attention_spec
 
 # Measured dense BF16 rates on random data. Of other devices a floor is of bytes alone.

@@ -261,6 +261,9 @@ def _append(part, kind, tokens: int, geometry: str, implementation: str, **optio
   )
 
 
+WINDOWS = (64, 96)
+
+
 def _lever_cases(implementation: str) -> Iterator[Case]:
   """What a cache's options cost, beside the same without them."""
   decode = lambda shape, variant=NVFP4, page_size=w.PAGE_SIZE, **options: _attention(
@@ -268,9 +271,11 @@ def _lever_cases(implementation: str) -> Iterator[Case]:
   )
   wide_batch, some, short, one = (64, 1, 8192), (16, 1, 8192), (64, 1, 2048), (1, 1, 32768)
   yield from decode(wide_batch, batch_invariant=True)
-  for shape in (wide_batch, some, short, one):
-    yield from decode(shape, recent_window=64)
-  yield from decode(some, page_size=16, recent_window=64)
+  for window in WINDOWS:
+    for shape in (wide_batch, some, short, one, (1, 1, 2048)):
+      yield from decode(shape, recent_window=window)
+    yield from decode(some, page_size=16, recent_window=window)
+  yield from decode(some, recent_window=96, k_rotation="hadamard")
   yield from decode(wide_batch, batch_invariant=True, recent_window=64)
   yield from decode(some, variant=VARIANTS[1], recent_window=64)
   yield from decode(some, k_rotation="hadamard")
@@ -278,5 +283,5 @@ def _lever_cases(implementation: str) -> Iterator[Case]:
   for tokens in (64, 8192):
     yield _append("levers", "append", tokens, "8b", implementation, **four_over_six)
   for sequences in w.STEP_SEQUENCES:
-    for window in (0, 64):
+    for window in (0, *WINDOWS):
       yield _append("levers", "step", sequences, "8b", implementation, recent_window=window)
