@@ -3,6 +3,8 @@
 python3 -m benchmarks            every read path on small shapes and on real activations, with
                                  errors and bytes; needs no GPU, takes about a minute
 python3 -m benchmarks aot        compiles every kernel for a GPU that need not be here
+python3 -m benchmarks matrix     every read path over the same shapes: on a GPU their times, on a
+                                 CPU small ones
 python3 -m benchmarks gpu        times, then checks the kernels on the GPU of this machine
 python3 -m benchmarks plan       how many pages, tokens and sequences fit on a device
 python3 -m benchmarks results    the committed measurements, and which of them are stale
@@ -38,6 +40,12 @@ def _gpu(argv):
   from benchmarks import gpu
 
   return gpu.main(argv)
+
+
+def _matrix(argv):
+  from benchmarks import matrix
+
+  return matrix.main(argv)
 
 
 def _rates(argv):
@@ -80,6 +88,7 @@ _COMMANDS = {
   "small": _small,
   "aot": _aot,
   "gpu": _gpu,
+  "matrix": _matrix,
   "plan": _plan,
   "results": _results,
   "paths": _paths,

@@ -34,3 +34,15 @@ def dense_attention(q, k, v, sm_scale: float) -> np.ndarray:
   weight = np.exp(score - score.max(axis=-1, keepdims=True))
   out = np.einsum("hgij,jhd->ihgd", weight / weight.sum(axis=-1, keepdims=True), v)
   return out.reshape(q_len, num_q_heads, -1)
+
+
+def dense_rows(q, k, v, positions, sm_scale: float) -> np.ndarray:
+  """Causal attention of some tokens over one KV head's keys, in float64.
+
+  q [tokens, heads, dim], k and v [kv_len, dim], positions [tokens]: the newest key that each sees.
+  """
+  score = q @ k.T * sm_scale
+  seen = np.arange(len(k)) <= np.asarray(positions)[:, None, None]
+  score = np.where(seen, score, -np.inf)
+  weight = np.exp(score - score.max(axis=-1, keepdims=True))
+  return weight / weight.sum(axis=-1, keepdims=True) @ v

@@ -9,6 +9,7 @@ import json
 import math
 import pathlib
 import subprocess
+from typing import Any
 
 import jax
 
@@ -20,12 +21,18 @@ class Row:
   """One case. A field that does not apply is None; `us_*` are microseconds of `timer`.
 
   Attributes:
-    phase: copy, pack, unpack, append, prefill, chunk, tail, decode or sweep.
+    phase: copy, pack, unpack, append, step, prefill, chunk, tail or decode; sweep in rows of before
+      the matrix.
+    part: of the matrix.
+    geometry: a name of workloads.GEOMETRIES.
+    layout: of the pages.
+    varied: what of the workload or the cache is not the matrix's usual.
     data: gaussian, or the layer of a model.
     batch, q_len, kv_len: sequences, and query and key tokens of each.
     read_path, implementation: the two axes; append and pack have no read path.
     q_levels, q_group, q_rounding, q_residual_scale: how Q was quantised, where it was.
     kernel_names: device kernels seen in the trace, or what ran in their place.
+    operand_dtypes, products: of each kernel of the compiled call, see program.py.
     bytes: what a call must move at least; floor_us: that over the copy bandwidth, or FLOPs over
       their rate, whichever is longer.
     floor_fraction: floor_us / us_median, which is 1 at the floor.
@@ -36,12 +43,17 @@ class Row:
       `hadK` a rotation.
     workspace_bytes: of device memory, that a call takes beside its results.
     us_by_kernel: the median of each kernel's time in a call, all its launches summed.
+    copy_gbs: copy bandwidth of the same run, in 1e9 bytes a second.
+    clocks: of the GPU right after the timed calls, see clocks.py.
     timer: `trace` is device time of all kernels of a call; `wall` is host time around it.
     kernel_error: mean over rows of relative L2 against float64 on the same decoded bytes.
     format_error: the same against wide inputs.
     snr_db: signal to noise of K, V and Q as stored or used, against wide.
     q_error_ratio: format_error over the same with Q in bfloat16.
     reason: why a case has no result, or why this implementation ran.
+    error: what went wrong with a case that should have run.
+    version: of the library that ran it, where that is a peer.
+    seconds: of the host, that the case took in all.
     kernel_hash: of the sources of the kernels seen; empty where none is this package's.
   """
 
@@ -58,11 +70,17 @@ class Row:
   v_format: str
   read_path: str | None
   implementation: str
+  part: str | None = None
+  geometry: str | None = None
+  layout: str | None = None
+  varied: dict[str, Any] | None = None
   q_levels: int | None = None
   q_group: int | None = None
   q_rounding: str | None = None
   q_residual_scale: str | None = None
   kernel_names: tuple[str, ...] = ()
+  operand_dtypes: dict[str, list[str]] | None = None
+  products: dict[str, list[str]] | None = None
   bytes: int | None = None
   floor_us: float | None = None
   floor_fraction: float | None = None
@@ -74,6 +92,8 @@ class Row:
   us_max: float | None = None
   us_count: int | None = None
   us_by_kernel: dict[str, float] | None = None
+  copy_gbs: float | None = None
+  clocks: dict[str, float] | None = None
   timer: str | None = None
   bytes_per_token: float | None = None
   workspace_bytes: int | None = None
@@ -82,6 +102,9 @@ class Row:
   snr_db: dict[str, float] | None = None
   q_error_ratio: float | None = None
   reason: str | None = None
+  error: str | None = None
+  version: str | None = None
+  seconds: float | None = None
   git_revision: str = dataclasses.field(default_factory=lambda: git_revision())
   kernel_hash: str | None = None
   device: str = dataclasses.field(default_factory=lambda: jax.devices()[0].device_kind)
@@ -122,7 +145,27 @@ def git_revision() -> str:
 
 def write(rows: list[Row], path: pathlib.Path) -> None:
   path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text("".join(json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows))
+  path.write_text("".join(line(row) for row in rows))
+
+
+def line(row: Row) -> str:
+  """Of a file of rows. What does not apply is left out, `read` fills it in."""
+  return line_of(_finite(row))
+
+
+def line_of(fields: dict) -> str:
+  """The same of a row that was read."""
+  known = {name: _short(value) for name, value in fields.items() if value is not None}
+  return json.dumps(known, allow_nan=False) + "\n"
+
+
+def _short(value: Any) -> Any:
+  """With seven digits of a float, which is more than any of them has."""
+  if isinstance(value, float):
+    return float(f"{value:.7g}")
+  if isinstance(value, dict):
+    return {name: _short(of) for name, of in value.items()}
+  return value
 
 
 def _finite(row: Row) -> dict:
@@ -136,4 +179,19 @@ def _finite(row: Row) -> dict:
 
 
 def read(path: pathlib.Path) -> list[dict]:
-  return [json.loads(line) for line in path.read_text().splitlines() if line]
+  """Rows with all fields; ValueError, which names the line, where one is none."""
+  rows = []
+  for number, text in enumerate(path.read_text().splitlines(), 1):
+    if text:
+      try:
+        rows.append(_DEFAULTS | json.loads(text))
+      except (json.JSONDecodeError, TypeError) as error:
+        raise ValueError(f"{path}, line {number} is no row: {error}") from None
+  return rows
+
+
+_DEFAULTS = {
+  field.name: None if field.default is dataclasses.MISSING else field.default
+  for field in dataclasses.fields(Row)
+}
+_DEFAULTS["kernel_names"] = []

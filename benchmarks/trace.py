@@ -1,10 +1,11 @@
-"""Device time of kernels, by CUPTI through JAX's own Mosaic GPU profiler."""
+"""Device time of kernels, by CUPTI through JAX's own Mosaic GPU profiler; wall time elsewhere."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +14,19 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class KernelTimes:
-  """Microseconds per call, all kernels of a call summed, and the kernels' names."""
+  """Microseconds per call.
+
+  Attributes:
+    names: of the kernels; none of wall time.
+    calls: of each call, all of its kernels summed.
+    by_kernel: median microseconds of each kernel, summed over a call.
+    timer: `trace` for device time, `wall` for the host's around a call.
+  """
 
   names: tuple[str, ...]
   calls: tuple[float, ...]
-  by_kernel: dict[str, float]  # median microseconds of each kernel, summed over a call
+  by_kernel: dict[str, float]
+  timer: str = "trace"
 
   def row_fields(self) -> dict[str, Any]:
     return {
@@ -26,8 +35,8 @@ class KernelTimes:
       "us_min": min(self.calls),
       "us_max": max(self.calls),
       "us_count": len(self.calls),
-      "us_by_kernel": self.by_kernel,
-      "timer": "trace",
+      "us_by_kernel": self.by_kernel or None,
+      "timer": self.timer,
     }
 
 
@@ -71,6 +80,21 @@ def kernel_times(
   )
 
 
+def wall_times(
+  calls: Sequence[Callable[[], Any]],
+  wait: Callable[[Any], Any] = jax.block_until_ready,
+  warm_up: int = 2,
+) -> KernelTimes:
+  """The same by the host's clock, a call at a time."""
+  wait([call() for call in calls[:warm_up]])
+  times = []
+  for call in calls:
+    start = time.perf_counter()
+    wait([call()])
+    times.append(1e6 * (time.perf_counter() - start))
+  return KernelTimes((), tuple(times), {}, "wall")
+
+
 def joined(parts: Sequence[KernelTimes]) -> KernelTimes:
   """Of the same calls, timed in several parts."""
   names = {name for part in parts for name in part.by_kernel}
@@ -81,4 +105,5 @@ def joined(parts: Sequence[KernelTimes]) -> KernelTimes:
       name: statistics.median(part.by_kernel.get(name, 0.0) for part in parts)
       for name in sorted(names)
     },
+    timer=parts[0].timer,
   )

@@ -1,0 +1,287 @@
+"""The matrix's cases: which workload by which read path and implementation, and in what order.
+
+Cases of one workload follow each other, so that a run that is cut short has compared what it
+timed. What every case has in common with the usual one is not said; `varied` says the rest, which
+is one thing at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from benchmarks import workloads as w
+from benchmarks.attention_cases import known_fields
+from benchmarks.peers import PEERS
+from benchmarks.small import Variant
+from benchmarks.workloads import Workload
+from nvfp4_pallas.cache import KV_FORMATS
+from nvfp4_pallas.dispatch import IMPLEMENTATIONS
+
+NVFP4 = Variant("nvfp4_dequant", "nvfp4", "nvfp4")
+VARIANTS = (
+  Variant("bf16", "bf16", "bf16"),
+  Variant("fp8", "fp8", "fp8"),
+  NVFP4,
+  Variant("nvfp4_repack", "nvfp4", "nvfp4"),
+  Variant("nvfp4_a4q", "nvfp4", "nvfp4", q_levels=1),
+  Variant("nvfp4_a4q", "nvfp4", "nvfp4", q_levels=2),
+  Variant("nvfp4_a8q", "nvfp4", "nvfp4"),
+)
+# A4Q is emulated or has a card of its own; between the shapes that it is timed at nothing changes.
+GRID_VARIANTS = tuple(v for v in VARIANTS if v.read_path != "nvfp4_a4q")
+PAGE_VARIANTS = tuple(v for v in GRID_VARIANTS if v.read_path != "nvfp4_a8q")
+ANY_SCALE = 0.0123  # a global scale that is no power of two
+PARTS = (
+  *("full", "chunk", "tail", "decode"),
+  *("append", "pack", "geometries", "pages", "levers", "grid"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+  """One row to be.
+
+  Attributes:
+    part: one of PARTS.
+    kind: `attention`, `append`, `step` (an append by a batch), `pack`, or a name of PEERS.
+    variant: of attention.
+    options: of the kind's `prepare`, beside those that all have.
+  """
+
+  part: str
+  kind: str
+  workload: Workload
+  implementation: str
+  variant: Variant | None = None
+  options: tuple[tuple[str, Any], ...] = ()
+
+  @property
+  def fields(self) -> dict[str, Any]:
+    """What a row says before anything has run."""
+    work, options = self.workload, dict(self.options)
+    heads = work.heads
+    fields: dict[str, Any] = {
+      "part": self.part,
+      "phase": work.phase,
+      "data": "gaussian",
+      "batch": work.batch,
+      "q_len": work.q_len,
+      "kv_len": work.kv_len,
+      "page_size": work.page_size,
+      "layout": work.layout,
+      "geometry": work.geometry,
+      "num_q_heads": heads.num_q_heads,
+      "num_kv_heads": heads.num_kv_heads,
+      "head_dim": heads.head_dim,
+      "implementation": self.implementation,
+      "read_path": None,
+      "levers": _levers(options),
+    }
+    if self.variant is not None:
+      fields |= known_fields(self.variant)
+      if work.phase == "decode" and self.kind == "attention":
+        fields["batch_invariant"] = options.get("batch_invariant", False)
+    else:
+      format = options.get("format", "nvfp4")
+      fields |= {"k_format": format, "v_format": format}
+      if format == "nvfp4":
+        fields |= {"q_group": 16, "q_rounding": "nearest, ties to even"}
+      fields["data"] = f"gaussian, global scale {options.get('scale', 1.0)}"
+      if self.kind == "step":
+        fields["data"] = "a step of a batch"
+    if self.kind in PEERS:
+      fields |= PEERS[self.kind].fields(work)
+    fields["varied"] = _varied(work, options) or None
+    return fields
+
+
+def _levers(options: dict[str, Any]) -> str | None:
+  names = []
+  if options.get("recent_window"):
+    names.append(f"w{options['recent_window']}")
+  if options.get("scale_search", "amax") != "amax":
+    names.append("4/6")
+  if options.get("k_rotation"):
+    names.append("hadK")
+  return " ".join(names) or None
+
+
+def _varied(work: Workload, options: dict[str, Any]) -> dict[str, Any]:
+  usual = Workload(phase=work.phase, batch=work.batch, q_len=work.q_len, kv_len=work.kv_len)
+  names = "geometry", "page_size", "layout"
+  changed = {n: getattr(work, n) for n in names if getattr(work, n) != getattr(usual, n)}
+  return changed | {name: value for name, value in options.items() if name != "format"}
+
+
+# What tells a row from every other of a run.
+KEY = (
+  *("phase", "data", "batch", "q_len", "kv_len", "page_size", "layout"),
+  *("num_q_heads", "num_kv_heads", "head_dim", "k_format", "v_format"),
+  *("read_path", "q_levels", "implementation", "batch_invariant", "levers"),
+)
+
+
+def key(fields: dict[str, Any]) -> tuple:
+  return tuple(fields.get(name) for name in KEY)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+  """What decides which cases there are.
+
+  Attributes:
+    architecture: as dispatch.Target has it.
+    small: whether it is to run shapes that a CPU can do.
+  """
+
+  architecture: str
+  small: bool
+
+  @property
+  def own(self) -> str:
+    """The implementation that is timed."""
+    ending = "_" + self.architecture.replace("_", "")
+    return next((name for name in IMPLEMENTATIONS if name.endswith(ending)), "xla")
+
+
+def default(device: Device, implementations: tuple[str, ...] = ()) -> list[Case]:
+  """All cases in order, each once.
+
+  Args:
+    implementations: to time everything by; else the device's own, and once for each phase and read
+      path the others, whose rows say why they cannot run.
+  """
+  made = _small(device, implementations) if device.small else _full(device, implementations)
+  return once(made)
+
+
+def once(cases: Iterable[Case]) -> list[Case]:
+  """Of cases whose rows would be the same the first."""
+  found: dict[tuple, Case] = {}
+  for case in cases:
+    found.setdefault(key(case.fields), case)
+  return list(found.values())
+
+
+def _full(device: Device, implementations) -> Iterator[Case]:
+  by = implementations or (device.own,)
+  main = {"full": w.FULL, "chunk": w.CHUNK, "tail": w.TAILS, "decode": w.DECODE}
+  for part, shapes in main.items():
+    for i, shape in enumerate(shapes):
+      others = _others(device) if i == 0 and not implementations else ()
+      yield from _attention(part, w.attention(*shape), VARIANTS, (*by, *others), PEERS)
+  more = {"full": w.PREFILLS, "tail": w.SHORT_TAILS}
+  for part, shapes in more.items():
+    for shape in shapes:
+      yield from _attention(part, w.attention(*shape), GRID_VARIANTS, by, ("cudnn",))
+  yield from _storage(w.APPEND_TOKENS, w.PACK_ROWS, "8b", by)
+  for geometry in ("70b-tp8", "30b-moe", "smollm2"):
+    for shape in w.ONE_OF_EACH:
+      work = w.attention(*shape, geometry=geometry)
+      yield from _attention("geometries", work, VARIANTS, by, ("cudnn",))
+  for page_size in w.PAGE_SIZES:
+    for shape in w.ONE_OF_EACH:
+      work = w.attention(*shape, page_size=page_size)
+      yield from _attention("pages", work, PAGE_VARIANTS, by)
+  other_layout = w.attention(*w.ONE_OF_EACH[-1], layout="token_major")
+  yield from _attention("pages", other_layout, (NVFP4,), by)
+  for implementation in by:
+    yield from _lever_cases(implementation)
+  for shape in w.grid():
+    yield from _attention("grid", w.attention(*shape), GRID_VARIANTS, by)
+
+
+def _small(device: Device, implementations) -> Iterator[Case]:
+  by = implementations or (device.own,)
+  seen = set()
+  for shape in w.SMALL_ATTENTION:
+    work = w.attention(*shape, geometry="small")
+    first = work.phase not in seen and not implementations
+    seen.add(work.phase)
+    part = "full" if work.phase == "prefill" else work.phase
+    others = _others(device) if first else ()
+    yield from _attention(part, work, VARIANTS, (*by, *others), PEERS if first else ())
+  yield from _storage(w.SMALL_APPEND_TOKENS, w.SMALL_PACK_ROWS, "small", by)
+
+
+def _others(device: Device) -> tuple[str, ...]:
+  return tuple(name for name in IMPLEMENTATIONS if name not in (device.own, "xla"))
+
+
+def _attention(
+  part: str, work: Workload, variants, implementations, peers=(), **options
+) -> Iterator[Case]:
+  more = tuple(options.items())
+  for implementation in implementations:
+    for variant in variants:
+      yield Case(
+        part=part,
+        kind="attention",
+        workload=work,
+        implementation=implementation,
+        variant=variant,
+        options=more,
+      )
+  for name in peers:
+    peer = PEERS[name]
+    for variant in peer.variants if work.phase in peer.phases else ():
+      yield Case(part=part, kind=name, workload=work, implementation=name, variant=variant)
+
+
+def _storage(append_tokens, pack_rows: int, geometry: str, implementations) -> Iterator[Case]:
+  formats = [{"format": format, "scale": 1.0} for format in KV_FORMATS]
+  formats.append({"format": "nvfp4", "scale": ANY_SCALE})
+  for tokens in append_tokens:
+    for implementation in implementations:
+      for options in formats:
+        yield _append("append", "append", tokens, geometry, implementation, **options)
+  for phase in ("pack", "unpack"):
+    work = Workload(phase=phase, batch=1, q_len=pack_rows, kv_len=1, geometry=geometry)
+    for implementation in implementations:
+      for scale in (1.0, ANY_SCALE):
+        yield Case(
+          part="pack",
+          kind="pack",
+          workload=work,
+          implementation=implementation,
+          options=(("scale", scale),),
+        )
+
+
+def _append(part, kind, tokens: int, geometry: str, implementation: str, **options) -> Case:
+  work = Workload(phase="append", batch=tokens, q_len=1, kv_len=1, geometry=geometry)
+  return Case(
+    part=part,
+    kind=kind,
+    workload=work,
+    implementation=implementation,
+    options=tuple(options.items()),
+  )
+
+
+WINDOWS = (64, 96)
+
+
+def _lever_cases(implementation: str) -> Iterator[Case]:
+  """What a cache's options cost, beside the same without them."""
+  decode = lambda shape, variant=NVFP4, page_size=w.PAGE_SIZE, **options: _attention(
+    "levers", w.attention(*shape, page_size=page_size), (variant,), (implementation,), **options
+  )
+  wide_batch, some, short, one = (64, 1, 8192), (16, 1, 8192), (64, 1, 2048), (1, 1, 32768)
+  yield from decode(wide_batch, batch_invariant=True)
+  for window in WINDOWS:
+    for shape in (wide_batch, some, short, one, (1, 1, 2048)):
+      yield from decode(shape, recent_window=window)
+    yield from decode(some, page_size=16, recent_window=window)
+  yield from decode(some, recent_window=96, k_rotation="hadamard")
+  yield from decode(wide_batch, batch_invariant=True, recent_window=64)
+  yield from decode(some, variant=VARIANTS[1], recent_window=64)
+  yield from decode(some, k_rotation="hadamard")
+  four_over_six = {"format": "nvfp4", "scale": 1.0, "scale_search": "four_over_six"}
+  for tokens in (64, 8192):
+    yield _append("levers", "append", tokens, "8b", implementation, **four_over_six)
+  for sequences in w.STEP_SEQUENCES:
+    for window in (0, *WINDOWS):
+      yield _append("levers", "step", sequences, "8b", implementation, recent_window=window)

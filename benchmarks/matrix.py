@@ -1,0 +1,420 @@
+"""`python3 -m benchmarks matrix`: every read path over the same shapes, a row for each.
+
+On a GPU: device times by trace, all kernels of a call summed, over memory that the L2 cache cannot
+hold, in one run with the device's copy bandwidth and with what others take for the same work. A
+whole run takes about 10 minutes of an H200, or by part, in seconds: {seconds}. On a CPU: small
+shapes by the definition, with wall times that say nothing about a GPU's.
+
+A pair of a shape and a read path that cannot run is a row with the reason, one that fails a row
+with its error, and the run goes on; the exit code is 1 if anything failed. Rows are written as they
+come. A run that was cut short goes on with --resume: rows are kept that are of this device and of
+these kernels. --batch, --page-size, --layout and --geometry change all shapes of attention; the
+rows say in `varied` what is not as usual.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import gc
+import itertools
+import pathlib
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import attention_cases, cases, peers, records, storage_cases
+from benchmarks.attention_cases import Shared
+from benchmarks.cases import Case
+from benchmarks.pages import (
+  ROTATED_BYTES,
+  Pools,
+  device_memory,
+  most_pages,
+  pages_for,
+  tables_for,
+)
+from benchmarks.records import Row
+from benchmarks.sources import kernel_hash
+from benchmarks.trace import KernelTimes, kernel_times, wall_times
+from benchmarks.turns import Timed, in_turns
+from benchmarks.workloads import ATTENTION, heads_of
+from nvfp4_pallas.cache import LAYOUT
+from nvfp4_pallas.dispatch import current_target
+from nvfp4_pallas.policy import Geometry
+from nvfp4_pallas.read_paths import READ_PATHS
+
+# What a case takes on an H200, most of it compilation, and the pages of a geometry and page size.
+CASE_SECONDS, POOL_SECONDS = 1.1, 6.0
+OUT = pathlib.Path("out/matrix.jsonl")
+
+
+def main(argv: list[str]) -> int:
+  options = _parse(argv)
+  architecture = current_target().architecture
+  on_gpu = architecture.startswith("sm_")
+  small = options.size == "small" or (options.size is None and not on_gpu)
+  device = cases.Device(architecture, small)
+  chosen = _chosen(cases.default(device, tuple(options.implementations)), options)
+  if not chosen:
+    print("no case is left of what was asked for", file=sys.stderr)
+    return 2
+  if options.list:
+    print("\n".join(_listed(chosen)))
+    return 0
+  kept = _kept(options.out, jax.devices()[0].device_kind) if options.resume else []
+  done = {cases.key(row) for row in kept}
+  left = [case for case in chosen if cases.key(case.fields) not in done]
+  with _Out(options.out, kept, options.revision) as out:
+    run = _Run(out, left, on_gpu, options.seconds)
+    run.say(f"{len(chosen)} cases, {len(chosen) - len(left)} of them kept, on {_device_name()}")
+    run.all()
+  print("\n".join(summary(records.read(options.out), run, options.out)))
+  return 1 if run.failures else 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+  parser = argparse.ArgumentParser(
+    prog="python3 -m benchmarks matrix",
+    description=__doc__.format(seconds=_seconds_by_part()),
+  )
+  add = parser.add_argument
+  add("--out", type=pathlib.Path, default=OUT, metavar="FILE.jsonl")
+  add("--resume", action="store_true", help="keep the current rows of FILE, run the rest")
+  add("--seconds", type=float, help="start nothing after so many")
+  add("--parts", nargs="+", choices=cases.PARTS, default=cases.PARTS)
+  add("--paths", nargs="+", choices=READ_PATHS, help="of attention, these alone")
+  add("--implementations", nargs="+", default=[], metavar="NAME", help="instead of the device's")
+  add("--no-peers", action="store_true", help="nothing of cuDNN, JAX and FlashInfer")
+  add("--size", choices=("full", "small"), help="of the shapes; by default the device's")
+  add("--batch", type=int, help="of all shapes of attention")
+  add("--page-size", type=int)
+  add("--layout", help=f"of pages; {LAYOUT} is the one that there is")
+  add("--geometry", help="a name (8b, 70b-tp8, 30b-moe, smollm2) or query heads/KV heads/head_dim")
+  add("--revision", help="of rows from a machine without a checkout")
+  add("--list", action="store_true", help="the cases and what they would take; runs nothing")
+  options = parser.parse_args(argv)
+  if options.geometry:
+    try:
+      heads_of(options.geometry)
+    except (TypeError, ValueError) as error:
+      parser.error(f"--geometry {options.geometry}: {error}")
+  return options
+
+
+def _chosen(all_cases: list[Case], options: argparse.Namespace) -> list[Case]:
+  changes = {
+    name: value
+    for name in ("batch", "page_size", "layout", "geometry")
+    if (value := getattr(options, name)) is not None
+  }
+
+  def changed(case: Case) -> Case:
+    if case.workload.phase not in ATTENTION:
+      return case
+    return dataclasses.replace(case, workload=dataclasses.replace(case.workload, **changes))
+
+  def wanted(case: Case) -> bool:
+    path = case.variant and case.variant.read_path
+    return (
+      case.part in options.parts
+      and not (options.no_peers and case.kind in peers.PEERS)
+      and not (options.paths and path not in options.paths)
+    )
+
+  return cases.once(changed(case) for case in all_cases if wanted(case))
+
+
+def _kept(path: pathlib.Path, device: str) -> list[dict]:
+  """Rows of a file that need not be taken again."""
+  if not path.exists():
+    return []
+  return [
+    row
+    for row in records.read(path)
+    if row["device"] == device
+    and not row["error"]
+    and row["kernel_hash"] == kernel_hash(row["kernel_names"])
+  ]
+
+
+def _listed(chosen: list[Case]) -> list[str]:
+  lines = [
+    f"{part:12}{count:5} cases, about {seconds:.0f} s" for part, count, seconds in _by_part(chosen)
+  ]
+  total = _estimate(chosen)
+  for case in chosen:
+    fields = case.fields
+    shape = f"{fields['phase']} {fields['batch']}/{fields['q_len']}/{fields['kv_len']}"
+    what = [
+      fields["read_path"] or fields["k_format"],
+      case.implementation,
+      str(fields["varied"] or ""),
+    ]
+    lines.append("  ".join([f"{case.part:10}", shape, case.workload.geometry, *what]).rstrip())
+  return [*lines, f"{len(chosen)} cases, about {total:.0f} s on an H200"]
+
+
+def _by_part(chosen: list[Case]) -> list[tuple[str, int, float]]:
+  of = collections.defaultdict(list)
+  for case in chosen:
+    of[case.part].append(case)
+  return [(part, len(some), _estimate(some)) for part, some in of.items()]
+
+
+def _estimate(chosen: list[Case]) -> float:
+  """Seconds on an H200."""
+  pools = {(case.workload.geometry, case.workload.page_size) for case in chosen}
+  return CASE_SECONDS * len(chosen) + POOL_SECONDS * len(pools)
+
+
+def _seconds_by_part() -> str:
+  all_cases = cases.default(cases.Device("sm_90", small=False))
+  return ", ".join(f"{part} {seconds:.0f}" for part, _, seconds in _by_part(all_cases))
+
+
+class _Out:
+  """The file of rows; each is in it as soon as it is known."""
+
+  def __init__(self, path: pathlib.Path, kept: list[dict], revision: str | None):
+    self._path, self._kept, self._revision = path, kept, revision
+
+  def __enter__(self) -> _Out:
+    self._path.parent.mkdir(parents=True, exist_ok=True)
+    kept = "".join(map(records.line_of, self._kept))
+    self._file = self._path.open("w")
+    self._file.write(kept)
+    self._file.flush()
+    return self
+
+  def __exit__(self, *error) -> None:
+    self._file.close()
+
+  def write(self, row: Row) -> None:
+    if self._revision:
+      row = dataclasses.replace(row, git_revision=self._revision)
+    self._file.write(records.line(row))
+    self._file.flush()
+
+
+class _Run:
+  """Cases, workload by workload; a failing one is named and the rest goes on.
+
+  Attributes:
+    failures: one line each.
+    left: cases not started, for lack of time.
+  """
+
+  def __init__(self, out: _Out, left: list[Case], on_gpu: bool, seconds: float | None):
+    self.failures: list[str] = []
+    self.left = 0
+    self.count = 0
+    self._out, self._cases, self._seconds = out, left, seconds
+    self._timer = kernel_times if on_gpu else wall_times
+    self._on_gpu = on_gpu
+    self._rotated = ROTATED_BYTES if on_gpu else 0
+    self._pools: dict[tuple[str, int], Pools] = {}
+    self._began = time.monotonic()
+
+  def say(self, text: str) -> None:
+    spent = time.monotonic() - self._began
+    left = len(self._cases) - self.count
+    if self.count and left:
+      each = spent / self.count
+      print(f"[{spent:4.0f} s, about {each * left:.0f} s left] {text}", flush=True)
+    else:
+      print(f"[{spent:4.0f} s] {text}", flush=True)
+
+  def all(self) -> None:
+    self._copy_rate = self._copy_bandwidth() if self._on_gpu else None
+    for work, group in itertools.groupby(self._cases, key=lambda case: case.workload):
+      some = list(group)
+      if self._seconds is not None and time.monotonic() - self._began > self._seconds:
+        self.left += len(some)
+        continue
+      self._workload(work, some)
+      self.count += len(some)
+      self._drop_pools()
+
+  def _copy_bandwidth(self) -> float:
+    rate, row = copy_bandwidth()
+    self._out.write(row)
+    self.say(f"device copy {rate / 1e9:.0f} GB/s")
+    return rate
+
+  def _workload(self, work, some: list[Case]) -> None:
+    began = time.monotonic()
+    self.say(f"{work.phase} {work.batch}/{work.q_len}/{work.kv_len}, {len(some)} cases:")
+    rows = [functools.partial(Row, **case.fields) for case in some]
+    prepare = self._prepare(work, some, rows)
+    results = in_turns(prepare, self._timer)
+    seconds = round((time.monotonic() - began) / len(some), 3)
+    for row, result in zip(rows, results, strict=True):
+      if isinstance(result, Exception):
+        result = _row_of_failure(row, result)
+        if result.error:
+          self.failures.append(f"{describe(result)}")
+      result = dataclasses.replace(result, seconds=seconds)
+      self._out.write(result)
+      if result.error or result.us_median is not None:  # the summary names the rest
+        print(f"  {describe(result)}", flush=True)
+    gc.collect()  # pages and results of a workload refer to each other in circles
+
+  def _prepare(self, work, some: list[Case], rows: list[functools.partial]) -> list:
+    if work.phase not in ATTENTION:
+      return [
+        functools.partial(_storage, case, row, self._copy_rate)
+        for case, row in zip(some, rows, strict=True)
+      ]
+    shared = functools.cache(lambda: self._shared(work))
+    return [
+      functools.partial(_attention, case, shared, row) for case, row in zip(some, rows, strict=True)
+    ]
+
+  def _shared(self, work) -> Shared:
+    pools = self._pools_of(work)
+    pages = pages_for(work, self._rotated)
+    if pages > pools.num_pages:
+      raise NotImplementedError(
+        f"the shape's tables are over {pages} pages; pools of all formats have {pools.num_pages} "
+        "in this device's memory"
+      )
+    return Shared.of(work, pools, tables_for(work, self._rotated), self._copy_rate)
+
+  def _pools_of(self, work) -> Pools:
+    of = work.geometry, work.page_size
+    if of not in self._pools:
+      most = most_pages(work.heads, work.page_size, device_memory())
+      wanted = [
+        pages_for(case.workload, self._rotated)
+        for case in self._cases
+        if (case.workload.geometry, case.workload.page_size) == of
+        and case.workload.phase in ATTENTION
+      ]
+      fitting = [pages for pages in wanted if pages <= most]
+      self._pools[of] = Pools(work.heads, work.page_size, max(fitting, default=1))
+    return self._pools[of]
+
+  def _drop_pools(self) -> None:
+    """Those that no later case reads."""
+    later = {
+      (case.workload.geometry, case.workload.page_size) for case in self._cases[self.count :]
+    }
+    self._pools = {of: pools for of, pools in self._pools.items() if of in later}
+
+
+def _row_of_failure(row: functools.partial, error: Exception) -> Row:
+  """What cannot run gives a reason, everything else is an error."""
+  if isinstance(error, NotImplementedError):
+    return row(reason=str(error))
+  return row(error=f"{type(error).__name__}: {str(error)[:500]}")
+
+
+def _attention(case: Case, shared, row: functools.partial) -> Timed:
+  prepare: Any = attention_cases.prepare
+  if case.kind not in peers.PEERS:
+    return prepare(shared(), case.variant, case.implementation, row, **dict(case.options))
+  peer = peers.PEERS[case.kind]
+  missing = peer.missing()
+  if missing is not None:
+    return Timed((), lambda _: row(reason=missing))
+  prepare = peer.prepare
+  return prepare(shared(), case.variant, row)
+
+
+_STORAGE = {
+  "append": storage_cases.prepare_append,
+  "step": storage_cases.prepare_step,
+  "pack": storage_cases.prepare_pack,
+}
+
+
+def _storage(case: Case, row: functools.partial, copy_rate: float | None) -> Timed:
+  prepare: Any = _STORAGE[case.kind]
+  return prepare(case.workload, case.implementation, row, copy_rate, **dict(case.options))
+
+
+def copy_bandwidth() -> tuple[float, Row]:
+  """Bytes read plus written per second by an elementwise copy of 1 GiB."""
+  # 32-bit elements: XLA's kernels for narrower ones do not reach the memory's speed.
+  x = [jnp.full((2**28,), i, jnp.uint32) for i in range(3)]
+  flip = jax.jit(lambda a: a ^ jnp.uint32(1))
+  times = kernel_times([functools.partial(flip, a) for a in x * 4])
+  nbytes = 2 * x[0].nbytes
+  rate = nbytes / (statistics.median(times.calls) * 1e-6)
+  return rate, _copy_row(nbytes, rate, times)
+
+
+def _copy_row(nbytes: int, rate: float, times: KernelTimes) -> Row:
+  heads = Geometry(1, 1, 1)
+  return Row(
+    phase="copy",
+    data="1 GiB",
+    batch=1,
+    q_len=1,
+    kv_len=1,
+    page_size=1,
+    num_q_heads=heads.num_q_heads,
+    num_kv_heads=heads.num_kv_heads,
+    head_dim=heads.head_dim,
+    k_format="bf16",
+    v_format="bf16",
+    read_path=None,
+    implementation="xla",
+    bytes=nbytes,
+    copy_gbs=rate / 1e9,
+    **times.row_fields(),
+  )
+
+
+def describe(row: Row) -> str:
+  """A line of progress."""
+  shape = f"{row.phase} {row.batch}/{row.q_len}/{row.kv_len}"
+  varied = "".join(f", {name} {value}" for name, value in (row.varied or {}).items())
+  path = row.read_path or row.k_format
+  if row.read_path == "nvfp4_a4q":
+    path += f" x{row.q_levels}"
+  who = f"{shape} {path} {row.implementation}{varied}"
+  if row.error:
+    return f"{who}: FAILED: {row.error}"
+  if row.us_median is None:
+    return f"{who}: not run: {row.reason}"
+  share = f", {100 * row.floor_us / row.us_median:.0f} % of its limit" if row.floor_us else ""
+  error = f", error {row.kernel_error:.1e}" if row.kernel_error is not None else ""
+  return f"{who}: {row.us_median:.1f} us{share}{error}"
+
+
+def summary(rows: list[dict], run: _Run, path: pathlib.Path) -> list[str]:
+  """What is measured and what is not."""
+  timed = [row for row in rows if row["us_median"] is not None]
+  lines = [f"{path}: {len(rows)} rows, {len(timed)} of them timed"]
+  by_timer = collections.Counter(row["timer"] for row in timed)
+  if by_timer["trace"]:
+    lines.append(f"Measured: device time of {by_timer['trace']} cases on {_device_name()}.")
+  if by_timer["wall"]:
+    lines.append(
+      f"Measured: wall time and errors of {by_timer['wall']} cases by the definition on "
+      f"{_device_name()}. It says what is right, not what is fast: no time here may stand "
+      "beside a GPU's."
+    )
+  reasons = collections.Counter(
+    (row["implementation"], row["reason"])
+    for row in rows
+    if row["us_median"] is None and not row["error"]
+  )
+  for (who, reason), count in reasons.most_common():
+    lines.append(f"Not measured: {count} cases by {who}: {reason}")
+  if run.left:
+    lines.append(f"Not started for lack of time: {run.left} cases; --resume goes on")
+  lines += [f"FAILED: {failure}" for failure in run.failures]
+  return lines
+
+
+def _device_name() -> str:
+  return jax.devices()[0].device_kind

@@ -1,0 +1,79 @@
+"""Which kernels a lowered call launches, on what they operate, and what they multiply.
+
+Read from the module that JAX hands to XLA, where a kernel is a custom call with typed operands and,
+of this package's PTX, the instructions in plain text. A name in a trace says which kernel ran, this
+says in which numbers: a flag that asked for a path proves neither.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+_CALL = re.compile(r"stablehlo\.custom_call @(\w+)\((.*)$", re.MULTILINE)
+_TYPES = re.compile(r": \(([^()]*)\) -> ")
+_TENSOR = re.compile(r"tensor<(?:[\d?]+x)*(\w+)>")
+# The kernel's symbol among the strings of its bytecode, which the text has between escaped zeros.
+_MOSAIC = re.compile(r"\\00(?!stable_)(\w+)_mosaic_gpu\\00")
+_DOT = re.compile(r"stablehlo\.dot_general .*: \(tensor<[^>]*?(\w+)>, tensor<[^>]*?(\w+)>\) ->")
+_MULTIPLY = re.compile(
+  r"(wgmma\.mma_async|mma)\.sync\.aligned\.(m\d+n\d+k\d+)[\w.]*?\.f32\.(\w+)\.(\w+)"
+)
+_SHORT = {"f8E4M3FN": "e4m3", "ui8": "u8", "i32": "s32", "ui32": "u32"}
+# Custom calls that launch nothing of their own.
+_NOT_KERNELS = ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
+
+
+def compiled(function: Any, *arguments: Any) -> tuple[Callable[..., Any], dict[str, Any]]:
+  """A jitted function for arguments such as these, and a row's words for what it launches."""
+  lowered = function.lower(*arguments)
+  text = lowered.as_text()
+  facts = {"operand_dtypes": operands(text), "products": products(text) or None}
+  return lowered.compile(), facts
+
+
+def operands(text: str) -> dict[str, list[str]]:
+  """Of each kernel the dtypes of its operands, in order; of what has none, those of its products.
+
+  Args:
+    text: a lowered module, `jax.jit(f).lower(...).as_text()`.
+  """
+  found = {}
+  for target, rest in _CALL.findall(text):
+    if target not in _NOT_KERNELS:
+      types = _TYPES.findall(rest)
+      found[_name(target, rest)] = _dtypes(types[-1]) if types else []
+  if not found:
+    kinds = sorted({f"{_short(a)} x {_short(b)}" for a, b in _DOT.findall(text)})
+    found = {"dot_general": kinds} if kinds else {}
+  return found
+
+
+def products(text: str) -> dict[str, list[str]]:
+  """Of each kernel the tensor core instructions of its PTX: shape and operand types of each kind.
+
+  Kernels that Pallas or a library compiles show theirs to nobody at this point, and are left out.
+  """
+  found = {}
+  for target, rest in _CALL.findall(text):
+    kinds = {
+      f"{engine.partition('.')[0]} {shape} {a} x {b}"
+      for engine, shape, a, b in _MULTIPLY.findall(rest)
+    }
+    if kinds:
+      found[_name(target, rest)] = sorted(kinds)
+  return found
+
+
+def _name(target: str, rest: str) -> str:
+  mosaic = _MOSAIC.search(rest) if target.startswith("mosaic_gpu") else None
+  return mosaic[1] if mosaic else target
+
+
+def _dtypes(types: str) -> list[str]:
+  return [_short(dtype) for dtype in _TENSOR.findall(types)]
+
+
+def _short(dtype: str) -> str:
+  return _SHORT.get(dtype.rpartition("x")[2], dtype.rpartition("x")[2])
