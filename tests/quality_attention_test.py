@@ -16,6 +16,7 @@ from benchmarks.quality_judge import judge
 from benchmarks.quality_metrics import attend, of_output, of_probabilities
 from benchmarks.quality_table import WIDTH
 from tests.base import TestCase
+from tests.quality_rows_test import example_row
 
 # One of each thing that changes scores or values.
 CONFIGS = (
@@ -140,6 +141,26 @@ class GatesTest(TestCase):
     names = [path.stem for path in drawn]
     self.assertEqual(names, ["size_against_error", "error_against_length", "parts"])
     self.assertEmpty(quality_plot.draw([], folder))
+
+  def test_lengths_are_not_mixed(self):
+    try:
+      import matplotlib  # noqa: F401
+    except ImportError:
+      self.skipTest("matplotlib is not installed")
+    row = example_row(level="model", operation="prefill 16 stored", metric="kl", data="m, docs")
+    rows = [
+      row,
+      dataclasses.replace(row, data="m, code", value=0.34),
+      dataclasses.replace(row, context=8192, value=0.2, bits_per_value=4.6),
+      dataclasses.replace(row, operation="prefill 2048 wide", value=0.01),
+    ]
+    figure = quality_plot.size_against_error(rows)
+    assert figure is not None
+    short, long = figure.axes
+    self.assertEndsWith(short.get_title(), ", 1024 tokens")
+    self.assertEndsWith(long.get_title(), ", 8192 tokens")
+    points = [[line.get_xydata()[0].tolist() for line in a.lines[:1]] for a in (short, long)]
+    np.testing.assert_allclose(points, [[[4.5, 0.24]], [[4.6, 0.2]]])
 
   def test_no_other_is_better_in_both(self):
     points = [(8.0, 0.04), (4.5, 0.2), (4.5, 0.1), (9.0, 0.05), (16.0, 0.0)]
