@@ -12,10 +12,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import zipfile
 
 import numpy as np
 
 from benchmarks.llama import Config
+from benchmarks.llama_hf import read_json, required
 
 META = "meta.json"
 MAX_FILE_BYTES = 45_000_000
@@ -90,12 +92,27 @@ def _pieces_of_rows(data: np.ndarray) -> list[np.ndarray]:
   return np.array_split(data, count) if count > 1 else [data]
 
 
+def open_npz(path: pathlib.Path):
+  """np.load of an archive. Raises ValueError where it is none."""
+  try:
+    return np.load(path)
+  except (ValueError, EOFError, zipfile.BadZipFile) as error:
+    raise ValueError(f"{path.name} must be an archive of numpy: {error}") from error
+
+
 def read(folder: pathlib.Path) -> tuple[dict, dict[str, np.ndarray]]:
-  """(meta, weights in float32). Raises ValueError where a tensor is missing."""
-  meta = json.loads((folder / META).read_text())
+  """(meta, weights in float32). Raises ValueError where something is missing or not as written."""
+  meta = read_json((folder / META).read_bytes(), META)
+  for key in ("name", "config", "types"):
+    required(meta, key, META)
+  sizes = {field.name for field in dataclasses.fields(Config)}
+  if set(meta["config"]) != sizes:
+    raise ValueError(f"{META}: config must have {sorted(sizes)}, got {sorted(meta['config'])}")
+  for tensor, type_name in meta["types"].items():
+    check_type(tensor, type_name)
   found: dict[str, dict[int, np.ndarray]] = {}
   for path in folder.glob("weights.*.npz"):
-    with np.load(path) as file:
+    with open_npz(path) as file:
       for key in file.files:
         tensor, number = key.rsplit(":", 1)
         found.setdefault(tensor, {})[int(number)] = file[key]

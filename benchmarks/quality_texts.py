@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from benchmarks.llama_export import open_npz
+from benchmarks.llama_hf import required
+
 Encode = Callable[[str], list[int]]
 
 TEXTS = ("docs", "code", "reasoning")
@@ -241,8 +244,13 @@ def save(material: Material, path: pathlib.Path) -> None:
 
 
 def read(path: pathlib.Path) -> Material:
-  with np.load(path) as file:
+  """What `save` wrote. Raises ValueError where it is something else."""
+  if not path.exists():
+    raise ValueError(f"an exported folder must hold {path.name}, which is missing")
+  with open_npz(path) as file:
     stored = dict(file)
+  for name in TEXTS:
+    required(stored, f"text {name}", path.name)
   lengths = [int(key.split()[1]) for key in stored if key.endswith(" tokens")]
   recall = {
     n: Recall(

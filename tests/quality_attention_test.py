@@ -16,6 +16,7 @@ from benchmarks.quality_judge import judge
 from benchmarks.quality_metrics import attend, of_output, of_probabilities
 from benchmarks.quality_table import WIDTH
 from tests.base import TestCase
+from tests.quality_rows_test import example_row
 
 # One of each thing that changes scores or values.
 CONFIGS = (
@@ -44,6 +45,10 @@ class ScoresTest(TestCase):
     wide = np.abs(stored.k - inputs.k) <= 2**-8 * np.abs(inputs.k)
     self.assertTrue(wide[stored.start :].all())
     self.assertLess(wide[: stored.start].mean(), 0.1)
+
+    # Whole pages leave, so that of 300 tokens 224 have left.
+    counted = quality_attention._wide_tokens(config, inputs, stored)
+    self.assertEqual(counted.value, 76)
 
   def test_a_text_is_read_as_it_is_generated(self):
     """Token by token and all at once are the same where nothing depends on when a token came."""
@@ -79,6 +84,11 @@ class MetricsTest(TestCase):
     self.assertAlmostEqual(doubled["cos"].value, 1)
     self.assertAlmostEqual(doubled["lse_error"].value, 0.5)
 
+  def test_an_output_of_zeros(self):
+    state = attend(np.zeros((2, 3)), np.ones((3, 4)))
+    numbers = of_output(state, 0 * state.out, state.lse)
+    self.assertEqual((numbers["cos"].value, numbers["rel_l2"].value), (0, 1))
+
   def test_keys_that_are_not_seen(self):
     scores = np.array([[0.0, 1.0, -np.inf] + 8 * [0.0]])
     v = np.random.default_rng(0).standard_normal((11, 4))
@@ -109,19 +119,6 @@ class GatesTest(TestCase):
     self.assertLessEqual(max(map(len, lines)), WIDTH)
     self.assertEqual([" fails" in line for line in lines[-3:]], [False, False, True])
 
-  def test_a_fault_turns_a_gate_red(self):
-    """V's block scales one token late."""
-    append = quality_attention.append
-
-    def late(cache, k, v, batch):
-      cache = append(cache, k, v, batch)
-      scales = np.roll(np.asarray(cache.v.block_scale), 1, axis=2)
-      return dataclasses.replace(cache, v=dataclasses.replace(cache.v, block_scale=scales))
-
-    with mock.patch.object(quality_attention, "append", late):
-      rows = self.measure(("nvfp4",))
-    self.assertEqual(self.words(rows, "nvfp4, gauss: output error"), ["FAIL"])
-
   def test_kernels_are_compared_with_the_definition(self):
     rows = self.measure(("nvfp4",))
     gate = "kernels over the definition: output error"
@@ -144,6 +141,26 @@ class GatesTest(TestCase):
     names = [path.stem for path in drawn]
     self.assertEqual(names, ["size_against_error", "error_against_length", "parts"])
     self.assertEmpty(quality_plot.draw([], folder))
+
+  def test_lengths_are_not_mixed(self):
+    try:
+      import matplotlib  # noqa: F401
+    except ImportError:
+      self.skipTest("matplotlib is not installed")
+    row = example_row(level="model", operation="prefill 16 stored", metric="kl", data="m, docs")
+    rows = [
+      row,
+      dataclasses.replace(row, data="m, code", value=0.34),
+      dataclasses.replace(row, context=8192, value=0.2, bits_per_value=4.6),
+      dataclasses.replace(row, operation="prefill 2048 wide", value=0.01),
+    ]
+    figure = quality_plot.size_against_error(rows)
+    assert figure is not None
+    short, long = figure.axes
+    self.assertEndsWith(short.get_title(), ", 1024 tokens")
+    self.assertEndsWith(long.get_title(), ", 8192 tokens")
+    points = [[line.get_xydata()[0].tolist() for line in a.lines[:1]] for a in (short, long)]
+    np.testing.assert_allclose(points, [[[4.5, 0.24]], [[4.6, 0.2]]])
 
   def test_no_other_is_better_in_both(self):
     points = [(8.0, 0.04), (4.5, 0.2), (4.5, 0.1), (9.0, 0.05), (16.0, 0.0)]

@@ -158,6 +158,19 @@ class TableTest(TestCase):
       rows = [example_row(config=NVFP4, value=0.14), example_row(config=one, value=value)]
       self.assertIs(judge(rows, ["attention"], gates=[g])[0].passed, passes)
 
+  @parameterized.parameters(("prefill 64 stored", 0.04, True), ("prefill 8 stored", 0.05, False))
+  def test_a_window_must_halve_what_decoding_pays(self, operation, value, passes):
+    (g,) = (g for g in GATES if g.name == "model, nvfp4 w64 beats nvfp4: KL")
+    plain = example_row(
+      level="model", operation=operation, data="m, docs", context=8192, metric="kl", value=0.09
+    )
+    windowed = dataclasses.replace(plain, config=BY_NAME["nvfp4 w64"], value=value)
+    # Steps whose own tokens are wide hide the cost, and are not judged.
+    wide = [
+      dataclasses.replace(r, operation="prefill 64 wide", value=0.03) for r in (plain, windowed)
+    ]
+    self.assertIs(judge([plain, windowed, *wide], ["model"], gates=[g])[0].passed, passes)
+
   def test_verdicts_fit_a_terminal(self):
     for verdicts in (judge([], LEVELS, gates=GATES), judge([], LEVELS, gates=GATES, smoke=True)):
       lines = quality_table.of_verdicts(verdicts)
