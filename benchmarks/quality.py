@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     "--levels", nargs="+", choices=LEVELS, default=["format", "attention"], metavar="LEVEL"
   )
   parser.add_argument(
-    "--smoke", action="store_true", help="few configs and short contexts, about a minute"
+    "--smoke", action="store_true", help="few configs and short contexts, one to two minutes"
   )
   parser.add_argument(
     "--implementation",

@@ -31,6 +31,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import numbers
 from typing import NamedTuple
 
 import jax
@@ -84,9 +86,20 @@ class KVStatistics:
     v_rotation: str | None = None,
     k_mean: jax.Array | None = None,
   ) -> KVStatistics:
-    """Of nothing yet. The arguments are those of PagedKVCache.create."""
+    """Of nothing yet. The arguments are those of PagedKVCache.create.
+
+    Raises:
+      ValueError: an argument breaks a rule (message: argument, rule, value).
+    """
+    for name, size in (("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+      if not isinstance(size, int) or size < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {size!r}")
+    if head_dim % nvfp4.SCALE_BLOCK:
+      raise ValueError(f"head_dim must be a multiple of {nvfp4.SCALE_BLOCK}, got {head_dim}")
     check_rotation("k_rotation", k_rotation)
     check_rotation("v_rotation", v_rotation)
+    if k_mean is not None:
+      _check_mean(k_mean, (num_kv_heads, head_dim))
     nothing, no_block = jnp.zeros((num_kv_heads,)), jnp.full((num_kv_heads,), jnp.inf)
     return cls(
       count=jnp.zeros((), jnp.int32),
@@ -129,8 +142,13 @@ def observe(stats: KVStatistics, k: jax.Array, v: jax.Array) -> KVStatistics:
   Raises:
     ValueError: k or v is not so (message: argument, rule, value).
   """
+  for name, x in (("k", k), ("v", v)):
+    if not hasattr(x, "dtype"):
+      raise ValueError(f"{name} must be an array, got {type(x).__name__}")
   _check_rows("k", k, stats.k_sum.shape)
   _check_rows("v", v, (*stats.v_amax.shape, v.shape[-1]))
+  if k.shape[0] != v.shape[0]:
+    raise ValueError(f"k and v must have as many tokens, got {k.shape[0]} and {v.shape[0]}")
   k_amax, k_least = _extremes(transform_rows(k, stats.k_rotation, stats.k_mean))
   v_amax, v_least = _extremes(transform_rows(v, stats.v_rotation))
   new = dataclasses.replace(
@@ -146,7 +164,22 @@ def observe(stats: KVStatistics, k: jax.Array, v: jax.Array) -> KVStatistics:
 
 
 def merge(first: KVStatistics, second: KVStatistics) -> KVStatistics:
-  """Of both sets of tokens. They must have been made with the same options."""
+  """Of both sets of tokens.
+
+  Raises:
+    ValueError: they were made with different options (message: which).
+  """
+  for name in ("k_rotation", "v_rotation"):
+    of_each = getattr(first, name), getattr(second, name)
+    if of_each[0] != of_each[1]:
+      raise ValueError(f"first and second must have the same {name}, got {of_each}")
+  if first.k_sum.shape != second.k_sum.shape:
+    shapes = first.k_sum.shape, second.k_sum.shape
+    raise ValueError(f"first and second must be of the same heads and head_dim, got {shapes}")
+  if (first.k_mean is None) != (second.k_mean is None):
+    raise ValueError(
+      "first and second must both have a k_mean or none, got one with and one without"
+    )
   return dataclasses.replace(
     first,
     count=first.count + second.count,
@@ -164,11 +197,11 @@ def calibrate(stats: KVStatistics, headroom: float = HEADROOM) -> Calibration:
   A head of zeros only gets the scale 1.
 
   Raises:
-    ValueError: headroom is below 1, or where values are known: nothing was observed, or something
-      that is not finite.
+    ValueError: headroom is no finite number of at least 1, or where values are known: nothing was
+      observed, or something that is not finite.
   """
-  if not headroom >= 1:
-    raise ValueError(f"headroom must be at least 1, got {headroom}")
+  if not isinstance(headroom, numbers.Real) or not 1 <= headroom < math.inf:
+    raise ValueError(f"headroom must be a finite number of at least 1, got {headroom!r}")
   if not isinstance(stats.count, Tracer):
     _check_seen(stats)
   k_global_scale, v_global_scale = (
@@ -205,6 +238,12 @@ def _check_rows(name: str, x: jax.Array, of_token: tuple[int, ...]) -> None:
   if x.ndim != 3 or x.shape[1:] != of_token or x.shape[-1] % nvfp4.SCALE_BLOCK:
     heads, dim = of_token
     raise ValueError(f"{name} must be [tokens, {heads}, {dim}] of whole blocks, got {x.shape}")
+
+
+def _check_mean(mean: jax.Array, shape: tuple[int, int]) -> None:
+  if not hasattr(mean, "dtype") or mean.dtype != jnp.float32 or mean.shape != shape:
+    found = f"{mean.dtype} {mean.shape}" if hasattr(mean, "dtype") else type(mean).__name__
+    raise ValueError(f"k_mean must be float32 {shape}, got {found}")
 
 
 def _check_seen(stats: KVStatistics) -> None:

@@ -180,9 +180,10 @@ class ModelTest(TestCase):
     np.testing.assert_array_equal(llama.logits(untied, hidden), -llama.logits(model, hidden))
 
   def test_missing_package_names_the_extra(self):
+    path = pathlib.Path(self.create_tempfile("model.gguf", "GGUF").full_path)
     with mock.patch.dict(sys.modules, {"gguf": None}):
       with self.assertRaisesRegex(ImportError, r"pip install nvfp4_pallas\[quality\]"):
-        llama_files.load(pathlib.Path("unused"))
+        llama_files.load(path)
 
 
 if __name__ == "__main__":

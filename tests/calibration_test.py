@@ -169,10 +169,56 @@ class CalibrateTest(TestCase):
     error = np.linalg.norm(plain - k[0]) / np.linalg.norm(k[0] - np.asarray(found.k_mean))
     self.assertBetween(error, 0.02, 0.15)
 
+  @parameterized.parameters(
+    ({"num_kv_heads": 0}, "num_kv_heads must be a whole number of at least 1, got 0"),
+    ({"num_kv_heads": "2"}, "num_kv_heads must be a whole number of at least 1, got '2'"),
+    ({"head_dim": 60}, "head_dim must be a multiple of 16, got 60"),
+    ({"head_dim": 64.0}, "head_dim must be a whole number of at least 1, got 64.0"),
+    ({"k_rotation": "fourier"}, "k_rotation must be None or one of .*, got 'fourier'"),
+    ({"k_mean": [0.0]}, r"k_mean must be float32 \(2, 64\), got list"),
+    (
+      {"k_mean": np.zeros(64, np.float32)},
+      r"k_mean must be float32 \(2, 64\), got float32 \(64,\)",
+    ),
+    ({"k_mean": np.zeros((2, 64))}, r"k_mean must be float32 \(2, 64\), got float64"),
+  )
+  def test_statistics_that_are_refused(self, options, message):
+    with self.assertRaisesRegex(ValueError, message):
+      KVStatistics.create(**{"num_kv_heads": HEADS, "head_dim": DIM} | options)
+
+  def test_rows_that_are_refused(self):
+    k, v = rows()
+    for k_, v_, message in (
+      ([1.0], v, "k must be an array, got list"),
+      (k, None, "v must be an array, got NoneType"),
+      (k, v[:7], "k and v must have as many tokens, got 50 and 7"),
+    ):
+      with self.subTest(message), self.assertRaisesRegex(ValueError, message):
+        observe(empty(), k_, v_)
+
+  def test_statistics_that_do_not_merge(self):
+    for other, message in (
+      (empty(k_rotation="hadamard"), r"the same k_rotation, got \(None, 'hadamard'\)"),
+      (empty(v_rotation="hadamard"), r"the same v_rotation, got \(None, 'hadamard'\)"),
+      (
+        KVStatistics.create(num_kv_heads=1, head_dim=DIM),
+        r"head_dim, got \(\(2, 64\), \(1, 64\)\)",
+      ),
+      (empty(k_mean=jnp.zeros((HEADS, DIM))), "must both have a k_mean or none"),
+    ):
+      with self.subTest(message), self.assertRaisesRegex(ValueError, message):
+        merge(empty(), other)
+
   def test_refused(self):
     k, v = rows()
     for call, message in (
-      (lambda: calibrate(observe(empty(), k, v), 0.9), "headroom must be at least 1, got 0.9"),
+      *(
+        (
+          lambda headroom=headroom: calibrate(observe(empty(), k, v), headroom),
+          f"headroom must be a finite number of at least 1, got {headroom!r}",
+        )
+        for headroom in (0.9, np.nan, np.inf, "2")
+      ),
       (lambda: calibrate(empty()), "stats must have seen tokens, got none"),
       (
         lambda: calibrate(observe(empty(), k.at[3, 1, 5].set(jnp.nan), v)),
