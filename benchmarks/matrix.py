@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import attention_cases, cases, peers, records, storage_cases
+from benchmarks import attention_cases, cases, measured, peers, records, report, storage_cases
 from benchmarks.attention_cases import Shared
 from benchmarks.cases import Case
 from benchmarks.pages import (
@@ -75,6 +75,8 @@ def main(argv: list[str]) -> int:
     run = _Run(out, left, on_gpu, options.seconds)
     run.say(f"{len(chosen)} cases, {len(chosen) - len(left)} of them kept, on {_device_name()}")
     run.all()
+  for measured_run in measured.runs([options.out]):
+    print("\n".join(report.terminal(measured_run)))
   print("\n".join(summary(records.read(options.out), run, options.out)))
   return 1 if run.failures else 0
 
