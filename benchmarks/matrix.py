@@ -266,7 +266,8 @@ class _Run:
       self._out.write(result)
       if result.error or result.us_median is not None:  # the summary names the rest
         print(f"  {describe(result)}", flush=True)
-    gc.collect()  # pages and results of a workload refer to each other in circles
+    if any(isinstance(result, Exception) for result in results):
+      gc.collect()  # what an error's traceback holds, device memory too
 
   def _prepare(self, work, some: list[Case], rows: list[functools.partial]) -> list:
     if work.phase not in ATTENTION:

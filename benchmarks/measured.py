@@ -7,6 +7,7 @@ So no time of a CPU ever stands beside one of a GPU.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Iterable
 
@@ -79,6 +80,12 @@ class Run:
       f"{len(self.rows)} rows, {stale} of them stale"
     )
 
+  @property
+  def is_of_kernels(self) -> bool:
+    """Whether its times are those of kernels; wall times of the definition compare nothing."""
+    return self.timer == "trace"
+
+  @functools.cached_property
   def attention(self) -> dict[Shape, dict[str, dict]]:
     """The timed row of each of COLUMNS at each shape, without options of the cache.
 

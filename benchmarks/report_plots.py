@@ -24,7 +24,7 @@ def _usual(run: Run) -> Shapes:
   """Shapes of the usual heads and pages."""
   return {
     shape: of
-    for shape, of in run.attention().items()
+    for shape, of in run.attention.items()
     if shape.geometry == GEOMETRY and shape.page_size == PAGE_SIZE
   }
 
@@ -57,7 +57,7 @@ def ratios(run: Run, path: pathlib.Path) -> bool:
   lines = {
     lengths: at
     for lengths, at in _by_lengths(_usual(run)).items()
-    if any(ratio(of, name, "fp8") for of in at.values() for name in NVFP4)
+    if run.is_of_kernels and any(ratio(of, name, "fp8") for of in at.values() for name in NVFP4)
   }
   if not lines:
     return False

@@ -19,14 +19,16 @@ def tables(run: Run, *, all_of_them: bool = True) -> list[Table]:
   """Those that have rows; the times, and with `all_of_them` what explains them."""
   found = [*attention(run), storage(run), options(run)]
   if all_of_them:
-    found += [*limits(run), costs(run), launched(run), errors(run)]
+    found += [*limits(run), costs(run), launched(run)]
+  if all_of_them or not run.is_of_kernels:  # errors are then what there is to see
+    found.append(errors(run))
   return [table for table in (*found, not_measured(run)) if table.rows]
 
 
 def _of_heads(run: Run) -> Iterator[tuple[str, dict[Shape, dict[str, dict]]]]:
   """Of each geometry and page size a title, and its shapes."""
   groups: dict[tuple[str, int], dict] = {}
-  for shape, of in run.attention().items():
+  for shape, of in run.attention.items():
     groups.setdefault((shape.geometry, shape.page_size), {})[shape] = of
   for (geometry, page_size), shapes in groups.items():
     row = next(iter(next(iter(shapes.values())).values()))
@@ -41,12 +43,19 @@ def attention(run: Run) -> Iterator[Table]:
     known = [name for name in COLUMNS if name in seen]
     ours = [name for name in known if name in (*NVFP4, "bf16", "fp8", "cuDNN")]
     peers = [name for name in known if name not in ours]
-    head = ("b/q/kv", *(_SHORT.get(name, name) for name in ours), "limit", "/FP8", "/cuDNN")
-    rows = [_times(shape, of, ours) for shape, of in shapes.items()]
-    notes = [
-      "* is the faster of dequant and repack, which are equal as numbers; limit is theirs; "
-      "/FP8 and /cuDNN are its time over those."
-    ]
+    over = [name for name in ("fp8", "cuDNN") if name in seen and run.is_of_kernels]
+    head = ("b/q/kv", *(_SHORT.get(name, name) for name in ours))
+    if run.is_of_kernels:
+      head += ("limit", *(f"/{name}" for name in over))
+    rows = [_times(run, shape, of, ours, over) for shape, of in shapes.items()]
+    notes = []
+    if run.is_of_kernels:
+      notes.append(
+        "* is the faster of dequant and repack, which are equal as numbers; limit is theirs; "
+        "/fp8 and /cuDNN are its time over those."
+      )
+    else:
+      notes.append("Wall times of the definition: what is right, not what is fast.")
     if any(measured.is_emulated(row) for of in shapes.values() for row in of.values()):
       notes.append("a4q is emulated on 16-bit tensor cores: its numbers, not its speed.")
     if any("no mask" in row["data"] for of in shapes.values() for row in of.values()):
@@ -63,12 +72,15 @@ def attention(run: Run) -> Iterator[Table]:
       yield Table(f"{title}: beside others, us", ("b/q/kv", *peers, *ours), rows)
 
 
-def _times(shape: Shape, of: dict[str, dict], columns: list[str]) -> tuple[str, ...]:
+def _times(
+  run: Run, shape: Shape, of: dict[str, dict], columns: list[str], over: list[str]
+) -> tuple[str, ...]:
+  if not run.is_of_kernels:
+    return (shape.lengths, *(_us(of.get(name)) for name in columns))
   best = fastest_nvfp4(of)
   cells = [_us(of.get(name)) + ("*" if name == best else "") for name in columns]
-  to = [factor(ratio(of, best, name)) for name in ("fp8", "cuDNN")]
   limit = of.get("dequant", {}).get("floor_us")
-  return (shape.lengths, *cells, number(limit), *to)
+  return (shape.lengths, *cells, number(limit), *(factor(ratio(of, best, to)) for to in over))
 
 
 def _us(row: dict | None) -> str:
@@ -117,7 +129,7 @@ def storage(run: Run) -> Table:
 
 def options(run: Run) -> Table:
   """What options of a cache or a call cost, beside the same without them."""
-  shapes, rows = run.attention(), []
+  shapes, rows = run.attention, []
   for row in run.of_phase("decode", "chunk", "tail", "prefill"):
     if not measured.is_optional(row):
       continue
@@ -142,7 +154,7 @@ def options(run: Run) -> Table:
 def costs(run: Run) -> Table:
   """What each kernel of a call takes, of calls that launch several."""
   rows = []
-  for shape, of in run.attention().items():
+  for shape, of in run.attention.items():
     for name in COLUMNS:
       by_kernel = split.costs(of.get(name, {}))
       if len(by_kernel) > 1 and shape.page_size == PAGE_SIZE and of[name]["part"] != "grid":
@@ -154,7 +166,7 @@ def costs(run: Run) -> Table:
 def launched(run: Run) -> Table:
   """What ran, as the trace and the compiled call have it: once for each set of kernels."""
   seen: dict[tuple, list[str]] = {}
-  for shape, of in run.attention().items():
+  for shape, of in run.attention.items():
     for name in COLUMNS:
       if name in of and of[name]["operand_dtypes"]:
         seen.setdefault((name, _program(of[name])), []).append(shape.lengths)
@@ -182,7 +194,7 @@ def _program(row: dict) -> str:
 def errors(run: Run) -> Table:
   """The worst of each path, over shapes."""
   worst: dict[str, dict[str, float]] = {}
-  for of in run.attention().values():
+  for of in run.attention.values():
     for name, row in of.items():
       for which in ("kernel_error", "format_error"):
         if row[which] is not None:

@@ -47,7 +47,7 @@ RATIOS = (
 
 
 def table(run: Run) -> Table:
-  shapes = run.attention()
+  shapes = run.attention if run.is_of_kernels else {}
   rows, emulated = [], False
   for wanted in RATIOS:
     for lengths in wanted.shapes:
@@ -58,7 +58,8 @@ def table(run: Run) -> Table:
         emulated |= bool(mark)
         where = "/".join(map(str, lengths))
         rows.append((wanted.name, wanted.reported, where, factor(value) + mark))
-  rows += _append(run) + _bytes(shapes)
+  if run.is_of_kernels:
+    rows += _append(run) + _bytes(shapes)
   notes = ["Reported ones are of other cards and shapes: compare what is divided, not the numbers."]
   if emulated:
     notes.append("Emulated A4Q shows what it computes; how fast it is takes FP4 tensor cores.")
@@ -94,7 +95,8 @@ def _append(run: Run) -> list[tuple[str, ...]]:
 
 def _bytes(shapes: dict[Shape, dict]) -> list[tuple[str, ...]]:
   for of in shapes.values():
-    if "dequant" in of and "fp8" in of:
-      part = of["dequant"]["bytes_per_token"] / of["fp8"]["bytes_per_token"]
+    ours, fp8 = (of.get(name, {}).get("bytes_per_token") for name in ("dequant", "fp8"))
+    if ours and fp8:
+      part = ours / fp8
       return [("cache bytes a token", "0.5625 (1.78 times as many)", "all", f"{part:.4f}")]
   return []
