@@ -27,7 +27,8 @@ class Table:
     """Lines; a last column that is too long goes on below itself."""
     cells = [list(self.head), *map(list, self.rows)]
     widths = [max(map(len, of)) for of in zip(*cells, strict=True)]
-    before = sum(widths[:-1]) + 2 * len(widths[:-1])
+    gap = "  " if sum(widths) + 2 * len(widths) <= WIDTH or self._has_prose else " "
+    before = sum(widths[:-1]) + len(gap) * len(widths[:-1])
     lines = []
     for row in cells:
       shown = [
@@ -35,11 +36,16 @@ class Table:
         for i, (cell, width) in enumerate(zip(row, widths, strict=True))
       ]
       first, *more = textwrap.wrap(shown[-1].rstrip(), WIDTH - before) or [""]
-      lines.append("  ".join([*shown[:-1], first]).rstrip())
+      lines.append(gap.join([*shown[:-1], first]).rstrip())
       lines += [" " * before + line for line in more]
     lines.insert(1, "-" * max(map(len, lines)))
     notes = [line for note in self.notes for line in textwrap.wrap(note, WIDTH)]
     return [self.title, *lines, *notes]
+
+  @property
+  def _has_prose(self) -> bool:
+    """Whether the last column is set to the left, and may be broken."""
+    return self.left == len(self.head)
 
   def markdown(self) -> list[str]:
     rule = [":--" if i < self.left else "--:" for i in range(len(self.head))]

@@ -9,7 +9,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 import nvfp4_pallas as nv
-from benchmarks import oracle, pages, reference
+from benchmarks import oracle, pages, reference, small
 from benchmarks import workloads as w
 from benchmarks.attention_cases import Shared
 from benchmarks.cases import VARIANTS
@@ -92,13 +92,8 @@ class ReferenceTest(TestCase):
       table, jnp.full((2,), work.kv_len, jnp.int32), jnp.asarray([0, 70, 140], jnp.int32)
     )
     cache = shared.pools.cache(variant.k_format, variant.v_format)
-    run = functools.partial(
-      nv.prefill,
-      read_path=variant.read_path,
-      q_levels=variant.q_levels,
-      implementation="xla",
-    )
-    return shared.judged(jax.jit(run)(shared.q[0], cache, batch)[0])
+    run = small.operation(variant.read_path, variant.q_levels, False, "xla")
+    return shared.judged(run(shared.q[0], cache, batch)[0])
 
   @parameterized.parameters(*((variant,) for variant in VARIANTS))
   def test_the_definition_is_right(self, variant):
