@@ -32,9 +32,9 @@ def is_stale(row: dict) -> bool:
   return row["kernel_hash"] != kernel_hash(row["kernel_names"])
 
 
-def files(paths: Iterable[pathlib.Path] = ()) -> list[pathlib.Path]:
-  """The named ones, else those that are committed."""
-  committed = (path for path in sorted(RESULTS.glob("*.jsonl")) if path.name != QUALITY)
+def files(paths: Iterable[pathlib.Path] = (), folder: pathlib.Path = RESULTS) -> list[pathlib.Path]:
+  """The named ones, else those with timings that are committed in `folder`."""
+  committed = (path for path in sorted(folder.glob("*.jsonl")) if path.name != QUALITY)
   return list(paths) or list(committed)
 
 
