@@ -195,7 +195,7 @@ class StorageTest(TestCase):
   def row(self, prepare, work, **options) -> Row:
     return prepare(work, "mosaic_sm90", blank_row(), RATE, **options).row(TIMES)
 
-  @parameterized.product(format=("nvfp4", "fp8", "bf16"), tokens=(1, 64, 128))
+  @parameterized.parameters(("nvfp4", 1), ("nvfp4", 128), ("fp8", 64), ("bf16", 64))
   def test_append(self, format, tokens):
     work = w.Workload(phase="append", batch=tokens, q_len=1, kv_len=1)
     row = self.row(storage_cases.prepare_append, work, format=format)

@@ -9,8 +9,7 @@ from unittest import mock
 
 from absl.testing import absltest
 
-from benchmarks import costs, gpu, held_out, matrix, measured, records
-from nvfp4_pallas.dispatch import Target, use_target
+from benchmarks import costs, held_out, matrix, measured, records
 from nvfp4_pallas.policy import CostTable, Geometry
 from tests.base import TestCase
 from tests.report_test import timed
@@ -170,30 +169,6 @@ class HeldOutTest(CostsTestCase):
     losses = [one.loss for one in judged]
     # Heads are scaled, not measured, so single choices may miss; most may not.
     self.assertLessEqual(math.prod(losses) ** (1 / len(losses)), held_out.TOLERANCE, judged)
-
-
-class GpuCommandTest(TestCase):
-  """`gpu` with checks that do nothing."""
-
-  def run_gpu(self, *checks):
-    printed = io.StringIO()
-    fake = mock.patch.object(gpu, "CHECKS", checks)
-    with fake, use_target(Target("sm_90")), contextlib.redirect_stdout(printed):
-      return gpu.main([]), printed.getvalue()
-
-  def test_a_failing_check_is_named_and_the_others_go_on(self):
-    def wrong():
-      raise AssertionError("3 values differ")
-
-    code, printed = self.run_gpu(wrong, lambda: "check b: right")
-    self.assertEqual(code, 1)
-    self.assertIn("FAILED: wrong: AssertionError: 3 values differ", printed)
-    self.assertIn("check b: right", printed)
-    self.assertEqual(self.run_gpu(lambda: "right")[0], 0)
-
-  def test_without_a_gpu(self):
-    with use_target(Target("cpu")), contextlib.redirect_stderr(io.StringIO()):
-      self.assertEqual(gpu.main([]), 1)
 
 
 if __name__ == "__main__":

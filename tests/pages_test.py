@@ -3,7 +3,6 @@
 import functools
 from unittest import mock
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -22,18 +21,16 @@ def small_pools(num_pages=12):
 
 
 class PoolsTest(TestCase):
-  @parameterized.parameters("fp8", "nvfp4")
-  def test_formats_hold_the_same_values(self, format):
-    pools = small_pools(3)
-    cache, wide = pools.cache(format, format), pools.cache("bf16", "bf16")
-    stored = nv.PagedKVCache.create(
-      num_pages=3, page_size=64, num_kv_heads=2, head_dim=128, k_format=format
-    )
-    rows = lambda pool: jnp.swapaxes(pool.data, 1, 2).reshape(-1, 2, 128)
-    slots = jnp.arange(3 * 64, dtype=jnp.int32)
-    stored = nv.append(stored, rows(wide.k), rows(wide.v), slot_mapping=slots)
-    for a, b in zip(jax.tree.leaves(cache), jax.tree.leaves(stored), strict=True):
-      np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+  def test_formats_hold_the_same_values(self):
+    """Each as the oracle rounds what the bf16 pages hold."""
+    pools = shared_for_all().pools
+    wide = np.asarray(pools.cache("bf16", "bf16").v.data)[-1:]
+    codes, scales = oracle.encode(wide)
+    nvfp4 = pools.cache("nvfp4", "nvfp4").v
+    np.testing.assert_array_equal(nvfp4.data[-1:], codes)
+    np.testing.assert_array_equal(np.asarray(nvfp4.block_scale)[-1:].view(np.uint8), scales)
+    fp8 = np.asarray(pools.cache("fp8", "fp8").v.data)[-1:]
+    np.testing.assert_array_equal(fp8, wide.astype(np.float32).astype(fp8.dtype))
 
   def test_made_in_parts(self):
     """Pages come in whole parts; every page has values of its own."""
@@ -72,6 +69,9 @@ class PoolsTest(TestCase):
     self.assertLess(tokens * 2 * 8 * 128 * (2 + 1 + 9 / 16), 105e9 / 2)
 
 
+JUDGED = ("bf16", "nvfp4_dequant", "nvfp4_a4q", "nvfp4_a8q")  # the others add nothing but compiling
+
+
 @functools.cache
 def shared_for_all():
   work = w.attention(2, 70, 200, geometry="small")
@@ -95,11 +95,11 @@ class ReferenceTest(TestCase):
     run = small.operation(variant.read_path, variant.q_levels, False, "xla")
     return shared.judged(run(shared.q[0], cache, batch)[0])
 
-  @parameterized.parameters(*((variant,) for variant in VARIANTS))
+  @parameterized.parameters(*((v,) for v in VARIANTS if v.read_path in JUDGED))
   def test_the_definition_is_right(self, variant):
     errors = self.shared.reference.errors(variant, self.run_definition(variant))
     self.assertBetween(errors["kernel_error"], 1e-5, 4e-3)  # the result is in bfloat16
-    limits = {"bf16": (0, 4e-3), "fp8": (0.02, 0.1)}.get(variant.k_format, (0.08, 0.4))
+    limits = {"bf16": (0, 4e-3)}.get(variant.k_format, (0.08, 0.4))
     self.assertBetween(errors["format_error"], *limits)
 
   def test_one_level_of_q_is_worse_than_two(self):
@@ -120,7 +120,7 @@ class ReferenceTest(TestCase):
     self.assertEqual(reference.judged_tokens(1).tolist(), [0])
 
   def test_keys_of_now_and_not_of_other_shapes(self):
-    pools = small_pools(4)
+    pools = shared_for_all().pools
     first, second = (pools.sequence("k", "nvfp4", np.asarray(p), 0) for p in ([0, 1], [1, 0]))
     np.testing.assert_array_equal(first.values[:64], second.values[64:])
     again = pools.sequence("k", "nvfp4", np.asarray([1, 0]), 1)

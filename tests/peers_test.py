@@ -11,10 +11,8 @@ from absl.testing import absltest, parameterized
 
 from benchmarks import peers, peers_cudnn, peers_flashinfer, peers_jax
 from benchmarks import workloads as w
-from benchmarks.attention_cases import Shared
-from benchmarks.pages import Pools, tables_for
 from benchmarks.trace import KernelTimes
-from tests.attention_cases_test import blank_row
+from tests.attention_cases_test import blank_row, shared_by
 from tests.base import TestCase
 
 TIMES = KernelTimes(("a",), (2.0,), {})
@@ -90,8 +88,7 @@ class FlashInferTest(TestCase):
 
   def prepared(self, variant, *lengths):
     work = w.attention(*lengths, geometry="small")
-    pools = Pools(work.heads, work.page_size, 8)
-    shared = Shared.of(work, pools, tables_for(work, 0), 4e12)
+    shared = shared_by(work)
     return shared, peers_flashinfer.prepare(shared, variant, blank_row())
 
   def test_decode_over_nvfp4(self):
