@@ -70,6 +70,7 @@ class TableTest(CostsTestCase):
       at("nvfp4_dequant", 3.0, 1, 16, 65, part="geometries"),
       at("nvfp4_dequant", 4.0, 1, 16, 66, part="pages", page_size=16),
       at("nvfp4_dequant", 5.0, 1, 1, 67, part="levers", levers="w64"),
+      at("nvfp4_dequant", 5.0, 1, 1, 67, part=None, levers="w64"),
       at("nvfp4_dequant", 6.0, 1, 1, 68, batch_invariant=True),
       at("nvfp4_dequant", 7.0, 1, 1, 69, implementation="flashinfer"),
       at("nvfp4_a4q", 8.0, 1, 1, 70, q_levels=1),
