@@ -23,6 +23,7 @@ import itertools
 import pathlib
 import statistics
 import sys
+import textwrap
 import time
 from typing import Any
 
@@ -42,6 +43,7 @@ from benchmarks.pages import (
 )
 from benchmarks.records import Row
 from benchmarks.sources import kernel_hash
+from benchmarks.table import WIDTH
 from benchmarks.trace import KernelTimes, kernel_times, wall_times
 from benchmarks.turns import Timed, in_turns
 from benchmarks.workloads import ATTENTION, heads_of
@@ -396,29 +398,21 @@ def describe(row: Row) -> str:
 
 
 def summary(rows: list[dict], run: _Run, path: pathlib.Path) -> list[str]:
-  """What is measured and what is not."""
-  timed = [row for row in rows if row["us_median"] is not None]
-  lines = [f"{path}: {len(rows)} rows, {len(timed)} of them timed"]
-  by_timer = collections.Counter(row["timer"] for row in timed)
+  """What is measured; what is not, and why, the report's last table says."""
+  by_timer = collections.Counter(row["timer"] for row in rows if row["us_median"] is not None)
+  lines = [f"{path}: {len(rows)} rows, {by_timer.total()} of them timed."]
   if by_timer["trace"]:
     lines.append(f"Measured: device time of {by_timer['trace']} cases on {_device_name()}.")
   if by_timer["wall"]:
     lines.append(
-      f"Measured: wall time and errors of {by_timer['wall']} cases by the definition on "
-      f"{_device_name()}. It says what is right, not what is fast: no time here may stand "
-      "beside a GPU's."
+      f"Measured: errors and wall time of {by_timer['wall']} cases by the definition on "
+      f"{_device_name()}. Not measured: how fast anything is. No time here may stand beside a "
+      "GPU's."
     )
-  reasons = collections.Counter(
-    (row["implementation"], row["reason"])
-    for row in rows
-    if row["us_median"] is None and not row["error"]
-  )
-  for (who, reason), count in reasons.most_common():
-    lines.append(f"Not measured: {count} cases by {who}: {reason}")
   if run.left:
-    lines.append(f"Not started for lack of time: {run.left} cases; --resume goes on")
-  lines += [f"FAILED: {failure}" for failure in run.failures]
-  return lines
+    lines.append(f"Not started for lack of time: {run.left} cases; --resume goes on.")
+  wrapped = [part for line in lines for part in textwrap.wrap(line, WIDTH)]
+  return wrapped + [f"FAILED: {failure}" for failure in run.failures]
 
 
 def _device_name() -> str:

@@ -55,6 +55,12 @@ class CompareTest(TestCase):
     self.assertEqual(code, 2)
     self.assertIn("equal work, device and timer are needed", line)
 
+  def test_wall_times_are_no_verdict(self):
+    a, b = ([ranged("fp8", us, timer="wall")] for us in (1.0, 9.0))
+    code, lines = self.compare(a, b)
+    self.assertEqual(code, 0)
+    self.assertIn("Wall times also move with whatever else the machine does", lines[1])
+
   def test_what_is_alone_is_counted(self):
     a = [ranged("fp8", 9.0), ranged("bf16", 9.0), timed("nvfp4_a8q", None, reason="no kernel")]
     b = [ranged("fp8", 9.0), ranged("fp8", 9.0, kv_len=64), ranged("fp8", 9.0, kv_len=65)]
