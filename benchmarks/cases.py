@@ -112,7 +112,17 @@ def _varied(work: Workload, options: dict[str, Any]) -> dict[str, Any]:
   usual = Workload(phase=work.phase, batch=work.batch, q_len=work.q_len, kv_len=work.kv_len)
   names = "geometry", "page_size", "layout"
   changed = {n: getattr(work, n) for n in names if getattr(work, n) != getattr(usual, n)}
-  return changed | {name: value for name, value in options.items() if name != "format"}
+  more = {name: options[name] for name in _USUAL if options.get(name, _USUAL[name]) != _USUAL[name]}
+  return changed | more
+
+
+_USUAL = {
+  "scale": 1.0,
+  "scale_search": "amax",
+  "batch_invariant": False,
+  "recent_window": 0,
+  "k_rotation": None,
+}
 
 
 # What tells a row from every other of a run.

@@ -2,14 +2,14 @@
 
 python3 -m benchmarks            every read path on small shapes and on real activations, with
                                  errors and bytes; needs no GPU, takes about a minute
-python3 -m benchmarks aot        compiles every kernel for a GPU that need not be here
-python3 -m benchmarks matrix     every read path over the same shapes: on a GPU their times, on a
-                                 CPU small ones
-python3 -m benchmarks gpu        times, then checks the kernels on the GPU of this machine
-python3 -m benchmarks plan       how many pages, tokens and sequences fit on a device
-python3 -m benchmarks results    the committed measurements, and which of them are stale
-python3 -m benchmarks paths      when each read path pays, from the committed rows of the sweep
+python3 -m benchmarks matrix     every read path over the same shapes: on a GPU their times beside
+                                 others', on a CPU small shapes; a row for each
+python3 -m benchmarks report     measured rows, the committed ones or others, as tables and plots
+python3 -m benchmarks compare    what moved between two files of rows, beyond noise
 python3 -m benchmarks costs      a table of measured costs, from which policy.py chooses read paths
+python3 -m benchmarks gpu        checks the kernels on the GPU of this machine
+python3 -m benchmarks aot        compiles every kernel for a GPU that need not be here
+python3 -m benchmarks plan       how many pages, tokens and sequences fit on a device
 python3 -m benchmarks quality    what each cache format costs in accuracy, and gates on it
 python3 -m benchmarks rates      cycles of the instructions that kernels are made of, on a GPU
 """
@@ -60,16 +60,16 @@ def _plan(argv):
   return plan.main(argv)
 
 
-def _results(argv):
-  from benchmarks import committed
+def _report(argv):
+  from benchmarks import report
 
-  return committed.main(argv)
+  return report.main(argv)
 
 
-def _paths(argv):
-  from benchmarks import paths
+def _compare(argv):
+  from benchmarks import compare
 
-  return paths.main(argv)
+  return compare.main(argv)
 
 
 def _quality(argv):
@@ -90,8 +90,8 @@ _COMMANDS = {
   "gpu": _gpu,
   "matrix": _matrix,
   "plan": _plan,
-  "results": _results,
-  "paths": _paths,
+  "report": _report,
+  "compare": _compare,
   "costs": _costs,
   "quality": _quality,
   "rates": _rates,

@@ -23,13 +23,14 @@ import itertools
 import pathlib
 import statistics
 import sys
+import textwrap
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import attention_cases, cases, peers, records, storage_cases
+from benchmarks import attention_cases, cases, measured, peers, records, report, storage_cases
 from benchmarks.attention_cases import Shared
 from benchmarks.cases import Case
 from benchmarks.pages import (
@@ -42,6 +43,7 @@ from benchmarks.pages import (
 )
 from benchmarks.records import Row
 from benchmarks.sources import kernel_hash
+from benchmarks.table import WIDTH
 from benchmarks.trace import KernelTimes, kernel_times, wall_times
 from benchmarks.turns import Timed, in_turns
 from benchmarks.workloads import ATTENTION, heads_of
@@ -52,6 +54,7 @@ from nvfp4_pallas.read_paths import READ_PATHS
 
 # What a case takes on an H200, most of it compilation, and the pages of a geometry and page size.
 CASE_SECONDS, POOL_SECONDS = 1.1, 6.0
+QUICK = ("mosaic_sm100", "triton_sm120", "flashinfer")  # only say there that they cannot run
 OUT = pathlib.Path("out/matrix.jsonl")
 
 
@@ -75,6 +78,8 @@ def main(argv: list[str]) -> int:
     run = _Run(out, left, on_gpu, options.seconds)
     run.say(f"{len(chosen)} cases, {len(chosen) - len(left)} of them kept, on {_device_name()}")
     run.all()
+  for measured_run in measured.runs([options.out]):
+    print("\n".join(report.terminal(measured_run)))
   print("\n".join(summary(records.read(options.out), run, options.out)))
   return 1 if run.failures else 0
 
@@ -170,8 +175,9 @@ def _by_part(chosen: list[Case]) -> list[tuple[str, int, float]]:
 
 def _estimate(chosen: list[Case]) -> float:
   """Seconds on an H200."""
-  pools = {(case.workload.geometry, case.workload.page_size) for case in chosen}
-  return CASE_SECONDS * len(chosen) + POOL_SECONDS * len(pools)
+  timed = [case for case in chosen if case.implementation not in QUICK]
+  pools = {(case.workload.geometry, case.workload.page_size) for case in timed}
+  return CASE_SECONDS * len(timed) + POOL_SECONDS * len(pools)
 
 
 def _seconds_by_part() -> str:
@@ -264,7 +270,8 @@ class _Run:
       self._out.write(result)
       if result.error or result.us_median is not None:  # the summary names the rest
         print(f"  {describe(result)}", flush=True)
-    gc.collect()  # pages and results of a workload refer to each other in circles
+    if any(isinstance(result, Exception) for result in results):
+      gc.collect()  # what an error's traceback holds, device memory too
 
   def _prepare(self, work, some: list[Case], rows: list[functools.partial]) -> list:
     if work.phase not in ATTENTION:
@@ -391,29 +398,21 @@ def describe(row: Row) -> str:
 
 
 def summary(rows: list[dict], run: _Run, path: pathlib.Path) -> list[str]:
-  """What is measured and what is not."""
-  timed = [row for row in rows if row["us_median"] is not None]
-  lines = [f"{path}: {len(rows)} rows, {len(timed)} of them timed"]
-  by_timer = collections.Counter(row["timer"] for row in timed)
+  """What is measured; what is not, and why, the report's last table says."""
+  by_timer = collections.Counter(row["timer"] for row in rows if row["us_median"] is not None)
+  lines = [f"{path}: {len(rows)} rows, {by_timer.total()} of them timed."]
   if by_timer["trace"]:
     lines.append(f"Measured: device time of {by_timer['trace']} cases on {_device_name()}.")
   if by_timer["wall"]:
     lines.append(
-      f"Measured: wall time and errors of {by_timer['wall']} cases by the definition on "
-      f"{_device_name()}. It says what is right, not what is fast: no time here may stand "
-      "beside a GPU's."
+      f"Measured: errors and wall time of {by_timer['wall']} cases by the definition on "
+      f"{_device_name()}. Not measured: how fast anything is. No time here may stand beside a "
+      "GPU's."
     )
-  reasons = collections.Counter(
-    (row["implementation"], row["reason"])
-    for row in rows
-    if row["us_median"] is None and not row["error"]
-  )
-  for (who, reason), count in reasons.most_common():
-    lines.append(f"Not measured: {count} cases by {who}: {reason}")
   if run.left:
-    lines.append(f"Not started for lack of time: {run.left} cases; --resume goes on")
-  lines += [f"FAILED: {failure}" for failure in run.failures]
-  return lines
+    lines.append(f"Not started for lack of time: {run.left} cases; --resume goes on.")
+  wrapped = [part for line in lines for part in textwrap.wrap(line, WIDTH)]
+  return wrapped + [f"FAILED: {failure}" for failure in run.failures]
 
 
 def _device_name() -> str:

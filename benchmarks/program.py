@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-_CALL = re.compile(r"stablehlo\.custom_call @(\w+)\((.*)$", re.MULTILINE)
+_CALL = re.compile(r'stablehlo\.custom_call @"?([\w$.]+)"?\((.*)$', re.MULTILINE)
 _TYPES = re.compile(r": \(([^()]*)\) -> ")
 _TENSOR = re.compile(r"tensor<(?:[\d?]+x)*(\w+)>")
 # The kernel's symbol among the strings of its bytecode, which the text has between escaped zeros.

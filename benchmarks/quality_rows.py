@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.committed import QUALITY, RESULTS
+from benchmarks.measured import QUALITY, RESULTS
 from benchmarks.quality_configs import CalibratedOn, QualityConfig
 from benchmarks.records import git_revision
 from benchmarks.sources import definition_hash

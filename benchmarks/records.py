@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from benchmarks.sources import ROOT, kernel_hash
+from benchmarks.workloads import attention
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,8 +22,7 @@ class Row:
   """One case. A field that does not apply is None; `us_*` are microseconds of `timer`.
 
   Attributes:
-    phase: copy, pack, unpack, append, step, prefill, chunk, tail or decode; sweep in rows of before
-      the matrix.
+    phase: copy, pack, unpack, append, step, prefill, chunk, tail or decode.
     part: of the matrix.
     geometry: a name of workloads.GEOMETRIES.
     layout: of the pages.
@@ -184,10 +184,18 @@ def read(path: pathlib.Path) -> list[dict]:
   for number, text in enumerate(path.read_text().splitlines(), 1):
     if text:
       try:
-        rows.append(_DEFAULTS | json.loads(text))
+        rows.append(_as_now(_DEFAULTS | json.loads(text)))
       except (json.JSONDecodeError, TypeError) as error:
         raise ValueError(f"{path}, line {number} is no row: {error}") from None
   return rows
+
+
+def _as_now(row: dict) -> dict:
+  """Rows of before the matrix had a phase of their own for its grid."""
+  if row["phase"] == "sweep":
+    lengths = row["batch"], row["q_len"], row["kv_len"]
+    row |= {"phase": attention(*lengths).phase, "part": "grid"}
+  return row
 
 
 _DEFAULTS = {

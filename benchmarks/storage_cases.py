@@ -144,7 +144,8 @@ def _stored_error(pool: nv.PagePool, k: jax.Array, slots: jax.Array) -> float:
   """Of the first rows as they can be read back."""
   page, place = slots[:JUDGED] // pool.page_size, slots[:JUDGED] % pool.page_size
   rows = tuple(take(a, (page, slice(None), place)) for a in pool_arrays(pool))
-  return row_error(k[:JUDGED], decode_rows(pool, rows) * pool.decode_scale[:, None])
+  values = np.asarray(decode_rows(pool, rows)) * np.asarray(pool.decode_scale)[:, None]
+  return row_error(k[:JUDGED], values)
 
 
 def prepare_pack(

@@ -1,11 +1,15 @@
 """The judge of `benchmarks gpu`, with the definition in the kernels' place."""
 
+import contextlib
 import dataclasses
+import io
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 
 import nvfp4_pallas as nv
-from benchmarks import gpu_checks
+from benchmarks import gpu, gpu_checks
+from nvfp4_pallas.dispatch import Target, use_target
 from tests.base import TestCase
 
 
@@ -34,6 +38,30 @@ class JudgeTest(TestCase):
 
     with self.assertRaisesRegex(AssertionError, message):
       self.worst(faulty)
+
+
+class GpuCommandTest(TestCase):
+  """`gpu` with checks that do nothing."""
+
+  def run_gpu(self, *checks):
+    printed = io.StringIO()
+    fake = mock.patch.object(gpu, "CHECKS", checks)
+    with fake, use_target(Target("sm_90")), contextlib.redirect_stdout(printed):
+      return gpu.main([]), printed.getvalue()
+
+  def test_a_failing_check_is_named_and_the_others_go_on(self):
+    def wrong():
+      raise AssertionError("3 values differ")
+
+    code, printed = self.run_gpu(wrong, lambda: "check b: right")
+    self.assertEqual(code, 1)
+    self.assertIn("FAILED: wrong: AssertionError: 3 values differ", printed)
+    self.assertIn("check b: right", printed)
+    self.assertEqual(self.run_gpu(lambda: "right")[0], 0)
+
+  def test_without_a_gpu(self):
+    with use_target(Target("cpu")), contextlib.redirect_stderr(io.StringIO()):
+      self.assertEqual(gpu.main([]), 1)
 
 
 if __name__ == "__main__":

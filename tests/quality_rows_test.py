@@ -9,7 +9,7 @@ from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from benchmarks import committed, quality, quality_configs, quality_rows, sources
+from benchmarks import measured, quality, quality_configs, quality_rows, sources
 from benchmarks.quality_rows import QualityRow
 from tests.base import TestCase
 
@@ -111,8 +111,8 @@ class RowsTest(TestCase):
 
   def test_timings_leave_quality_rows_alone(self):
     folder = pathlib.Path(self.create_tempdir().full_path)
-    quality_rows.write([example_row()], folder / committed.QUALITY)
-    self.assertEqual(committed.lines(True, folder), [])
+    quality_rows.write([example_row()], folder / measured.QUALITY)
+    self.assertEqual(measured.files((), folder), [])
 
   def test_committed_rows_are_shown_and_judged(self):
     path = pathlib.Path(self.create_tempdir().full_path) / "quality.jsonl"

@@ -1,0 +1,110 @@
+"""What moved between two files of rows."""
+
+import contextlib
+import io
+import pathlib
+import tempfile
+
+from absl.testing import absltest, parameterized
+
+from benchmarks import compare, records
+from benchmarks.table import WIDTH
+from tests.base import TestCase
+from tests.report_test import cudnn, timed
+
+
+def ranged(path, us, spread=0.01, **changes):
+  return timed(path, us, us_min=us * (1 - spread), us_max=us * (1 + spread), **changes)
+
+
+class CompareTest(TestCase):
+  def compare(self, a, b):
+    folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+    for name, rows in (("a", a), ("b", b)):
+      records.write(rows, folder / f"{name}.jsonl")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+      code = compare.main([str(folder / "a.jsonl"), str(folder / "b.jsonl")])
+    lines = printed.getvalue().splitlines()
+    self.assertLessEqual(max(map(len, lines)), WIDTH)
+    return code, lines
+
+  @parameterized.parameters(
+    (100.0, 110.0, 0.01, "1 slower, 0 faster, 0 within", 1),
+    (100.0, 90.0, 0.01, "0 slower, 1 faster, 0 within", 0),
+    (100.0, 110.0, 0.06, "0 slower, 0 faster, 1 within", 0),  # ranges overlap
+    (100.0, 102.5, 0.001, "0 slower, 0 faster, 1 within", 0),  # two machines differ by as much
+    (1.0, 1.15, 0.001, "0 slower, 0 faster, 1 within", 0),  # a launch does
+  )
+  def test_beyond_noise(self, before, after, spread, verdict, code):
+    got, lines = self.compare([ranged("fp8", before, spread)], [ranged("fp8", after, spread)])
+    self.assertEqual(got, code)
+    self.assertStartsWith(lines[0], f"1 pairs: {verdict} noise; without a partner 0 before, 0")
+
+  @parameterized.parameters(
+    {"kv_len": 64},
+    {"levers": "w64"},
+    {"page_size": 16},
+    {"device": "another"},
+    {"timer": "wall"},
+    {"data": "random"},
+    {"implementation": "xla"},
+  )
+  def test_other_work_is_no_partner(self, **changes):
+    code, (line,) = self.compare([ranged("fp8", 1.0)], [ranged("fp8", 9.0, **changes)])
+    self.assertEqual(code, 2)
+    self.assertIn("equal work, device and timer are needed", line)
+
+  def test_wall_times_are_no_verdict(self):
+    a, b = ([ranged("fp8", us, timer="wall")] for us in (1.0, 9.0))
+    code, lines = self.compare(a, b)
+    self.assertEqual(code, 0)
+    self.assertIn("Wall times also move with whatever else the machine does", lines[1])
+
+  def test_what_is_alone_is_counted(self):
+    a = [ranged("fp8", 9.0), ranged("bf16", 9.0), timed("nvfp4_a8q", None, reason="no kernel")]
+    b = [ranged("fp8", 9.0), ranged("fp8", 9.0, kv_len=64), ranged("fp8", 9.0, kv_len=65)]
+    self.assertEndsWith(
+      self.compare(a, b)[1][0], "1 within noise; without a partner 1 before, 2 after"
+    )
+
+  def test_the_worst_first_and_named(self):
+    a = [ranged("fp8", 10.0, kv_len=n) for n in (64, 128)]
+    a.append(ranged("nvfp4_dequant", 10.0, levers="w64", page_size=16))
+    b = [ranged("fp8", us, kv_len=n) for us, n in ((12.0, 64), (20.0, 128))]
+    b.append(ranged("nvfp4_dequant", 5.0, levers="w64", page_size=16))
+    code, lines = self.compare(a, b)
+    self.assertEqual(code, 1)
+    cells = [" ".join(line.split()) for line in lines[5:]]
+    self.assertEqual(
+      cells,
+      [
+        "decode 1/1/128 fp8 10.0 20.0 2.00",
+        "decode 1/1/64 fp8 10.0 12.0 1.20",
+        "decode 1/1/8192 dequant, w64, pages of 16 10.0 5.00 0.50",
+      ],
+    )
+
+  def test_an_error_that_grew_fails(self):
+    a, b = ([ranged("fp8", 9.0, kernel_error=e)] for e in (1e-3, 2e-3))
+    code, lines = self.compare(a, b)
+    self.assertEqual(code, 1)
+    self.assertIn("decode 1/1/8192 fp8  1.0e-03  2.0e-03", lines[-1])
+    self.assertEqual(self.compare(b, a)[0], 0)
+
+  def test_other_kernels_are_named(self):
+    names = {"kernel_names": ("loop_fusion", "dense_attend_mosaic_gpu_kernel", "loop_add")}
+    _, lines = self.compare([ranged("fp8", 9.0)], [ranged("fp8", 9.0, **names)])
+    self.assertRegex(lines[-1], r"decode 1/1/8192 fp8 +decode_attend +others dense_attend")
+
+  def test_rows_of_before_the_matrix_have_partners(self):
+    new = [ranged("fp8", 9.0, batch_invariant=False), cudnn(9.0, us_min=8.9, us_max=9.1)]
+    old = [
+      ranged("fp8", 9.0, layout=None, part=None),
+      cudnn(9.0, us_min=8.9, us_max=9.1, layout=None),
+    ]
+    self.assertStartsWith(self.compare(old, new)[1][0], "2 pairs")
+
+
+if __name__ == "__main__":
+  absltest.main()

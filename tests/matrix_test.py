@@ -1,0 +1,312 @@
+"""The matrix: which cases it has, and what happens to them while it runs."""
+
+import contextlib
+import io
+import itertools
+import json
+import pathlib
+import tempfile
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+
+from benchmarks import attention_cases, cases, cli, matrix, peers, records
+from benchmarks import workloads as w
+from benchmarks.trace import KernelTimes
+from benchmarks.turns import Timed
+from nvfp4_pallas.dispatch import Target, use_target
+from nvfp4_pallas.read_paths import READ_PATHS
+from tests.base import TestCase
+
+H200 = cases.Device("sm_90", small=False)
+TIMES = KernelTimes(("decode_attend_mosaic_gpu_kernel",), (1.0, 2.0, 4.0), {})
+
+
+def shapes_of(part, **fields):
+  """(batch, q_len, kv_len) of attention by this package, in a part."""
+  of = []
+  for case in cases.default(H200):
+    known = case.fields
+    if case.part == part and all(known[name] == value for name, value in fields.items()):
+      of.append((known["batch"], known["q_len"], known["kv_len"]))
+  return of
+
+
+class CasesTest(TestCase):
+  def test_every_read_path_at_every_shape_that_is_asked_for(self):
+    """The seeds' four query shapes, and decode of 1, 16 and 64 over 2K, 8K and 32K."""
+    tails = [(batch, q_len, 16384) for batch in (1, 16) for q_len in (8, 16)]
+    decode = list(itertools.product((1, 16, 64), (1,), (2048, 8192, 32768)))
+    for part, shapes in (
+      ("full", [(1, 8192, 8192), (1, 32768, 32768)]),
+      ("chunk", [(4, 128, 2048)]),
+      ("tail", tails),
+      ("decode", decode),
+    ):
+      for path in READ_PATHS:
+        for levels in (1, 2) if path == "nvfp4_a4q" else (None,):
+          known = {"read_path": path, "implementation": "mosaic_sm90"}
+          if levels:
+            known["q_levels"] = levels
+          self.assertContainsSubset(shapes, shapes_of(part, **known), f"{part} {known}")
+      self.assertContainsSubset(shapes, shapes_of(part, implementation="cudnn"))
+    self.assertEqual(shapes_of("decode", implementation="jax_paged"), decode)
+    for format in ("bf16", "fp8", "nvfp4"):
+      self.assertEqual(shapes_of("decode", implementation="flashinfer", k_format=format), decode)
+      appended = {tokens for tokens, _, _ in shapes_of("append", k_format=format)}
+      self.assertEqual(appended, {1, 64, 512, 8192})
+
+  def test_each_case_once(self):
+    keys = [cases.key(case.fields) for case in cases.default(H200)]
+    self.assertLen(set(keys), len(keys))
+
+  def test_equal_work_is_together(self):
+    """Whoever comes first would be the one that found the GPU cool."""
+    for part in ("full", "chunk", "tail", "decode", "geometries", "grid"):
+      some = [case.workload for case in cases.default(H200) if case.part == part]
+      self.assertLen([work for work, _ in itertools.groupby(some)], len(set(some)))
+
+  def test_one_thing_at_a_time_is_varied(self):
+    varied = [case.fields["varied"] or {} for case in cases.default(H200)]
+    several = [of for of in varied if len(of) > 1]
+    # A window beside what it is compared with: pages of 16, and batch invariance.
+    self.assertCountEqual(
+      several,
+      [
+        {"page_size": 16, "recent_window": 64},
+        {"batch_invariant": True, "recent_window": 64},
+      ],
+    )
+    for name in ("geometry", "page_size", "layout", "scale", "scale_search", "k_rotation"):
+      self.assertTrue(any(name in of for of in varied), name)
+
+  def test_the_grid_has_every_batch(self):
+    found = shapes_of("grid", read_path="nvfp4_repack")
+    self.assertEqual({batch for batch, _, _ in found}, {1, 4, 16, 64})
+    self.assertContainsSubset([(1, 1024, 65536), (4, 1024, 16384), (64, 128, 4096)], found)
+    self.assertTrue(all(q_len <= kv_len for _, q_len, kv_len in found))
+
+  def test_other_implementations_are_asked_once_a_phase(self):
+    for who in ("mosaic_sm100", "triton_sm120"):
+      of_it = [case for case in cases.default(H200) if case.implementation == who]
+      self.assertEqual({case.workload.phase for case in of_it}, set(w.ATTENTION))
+      self.assertLen(of_it, 4 * len(cases.VARIANTS))
+
+  def test_a_cpu_has_small_ones_by_the_definition(self):
+    found = cases.default(cases.Device("cpu", small=True))
+    self.assertEqual({case.workload.geometry for case in found}, {"small"})
+    self.assertContainsSubset(
+      ["xla", "mosaic_sm90", "cudnn", "flashinfer"], {case.implementation for case in found}
+    )
+    self.assertEqual(
+      {case.workload.phase for case in found}, {*w.ATTENTION, "append", "pack", "unpack"}
+    )
+
+  def test_phases_follow_from_lengths(self):
+    for lengths, phase in (
+      ((1, 1, 64), "decode"),
+      ((1, 64, 64), "prefill"),
+      ((1, 16, 64), "tail"),
+      ((1, 17, 64), "chunk"),
+    ):
+      self.assertEqual(w.attention(*lengths).phase, phase)
+
+
+class MatrixTestCase(TestCase):
+  """The command with cases that do nothing."""
+
+  def setUp(self):
+    super().setUp()
+    self.out = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory())) / "rows.jsonl"
+    self.prepared = []
+    self.faults = {}
+
+    def prepare(shared, variant, implementation, row, **options):
+      del shared
+      return self.prepare(variant.read_path, implementation, row, **options)
+
+    def peer(shared, variant, row):
+      del shared
+      return self.prepare(variant.read_path, "a peer", row)
+
+    def storage(work, implementation, row, copy_rate, **options):
+      del work, copy_rate
+      return self.prepare("storage", implementation, row, **options)
+
+    for module, name, fake in (
+      (attention_cases, "prepare", prepare),
+      (matrix, "_STORAGE", dict.fromkeys(("append", "step", "pack"), storage)),
+      (matrix, "copy_bandwidth", lambda: (4e12, matrix._copy_row(1, 4e12, TIMES))),
+      (matrix, "kernel_times", self.time),
+      (matrix, "wall_times", self.time),
+      (matrix._Run, "_shared", lambda run, work: None),
+    ):
+      self.enter_context(mock.patch.object(module, name, fake))
+    for name, of in peers.PEERS.items():
+      fake = mock.Mock(wraps=of, missing=lambda: None, prepare=peer, fields=of.fields)
+      fake.variants, fake.phases = of.variants, of.phases
+      self.enter_context(mock.patch.dict(peers.PEERS, {name: fake}))
+
+  def prepare(self, path, implementation, row, **options):
+    del options
+    self.prepared.append((path, implementation))
+    fault = self.faults.get(path)
+    if isinstance(fault, BaseException):
+      raise fault
+    if fault is not None:
+      fault()
+    return Timed([lambda: None], lambda times: row(**times.row_fields()))
+
+  def time(self, calls, wait=None, warm_up=0):
+    del calls, wait, warm_up
+    return TIMES
+
+  def run_matrix(self, *argv, architecture="sm_90"):
+    """The exit code, the rows and what was printed."""
+    printed = io.StringIO()
+    with use_target(Target(architecture)), contextlib.redirect_stdout(printed):
+      code = matrix.main(["--out", str(self.out), *argv])
+    rows = records.read(self.out) if self.out.exists() else []
+    return code, rows, printed.getvalue()
+
+
+class MatrixTest(MatrixTestCase):
+  def test_a_row_for_each_case(self):
+    code, rows, printed = self.run_matrix()
+    self.assertEqual(code, 0)
+    self.assertEqual(
+      [cases.key(row) for row in rows[1:]], [cases.key(c.fields) for c in cases.default(H200)]
+    )
+    self.assertEqual(rows[0]["phase"], "copy")
+    self.assertTrue(all(row["us_median"] == 2.0 and row["us_count"] == 3 * 4 for row in rows[1:]))
+    self.assertIn("  prefill 1/8192/8192 bf16 mosaic_sm90: 2.0 us\n", printed)
+    self.assertRegex(printed, r"about \d+ s left\] chunk 4/128/2048, \d+ cases:")
+
+  def test_what_cannot_run_has_a_reason_and_what_fails_an_error(self):
+    self.faults = {
+      "nvfp4_a8q": NotImplementedError("no such kernel"),
+      "fp8": ValueError("a fault"),
+    }
+    code, rows, printed = self.run_matrix("--parts", "chunk", "append", "--no-peers")
+    self.assertEqual(code, 1)
+    by_path = {row["read_path"]: row for row in rows if row["implementation"] == "mosaic_sm90"}
+    self.assertEqual(by_path["nvfp4_a8q"]["reason"], "no such kernel")
+    self.assertIsNone(by_path["nvfp4_a8q"]["error"])
+    self.assertEqual(by_path["fp8"]["error"], "ValueError: a fault")
+    self.assertEqual((by_path["fp8"]["us_median"], by_path["bf16"]["us_median"]), (None, 2.0))
+    self.assertIn("FAILED: chunk 4/128/2048 fp8 mosaic_sm90: FAILED: ValueError: a fault", printed)
+    self.assertRegex(printed, r"\nmosaic_sm90 +1 +no such kernel\n")
+    self.assertEqual([row["phase"] for row in rows[-3:]], ["append"] * 3)
+
+  def test_rows_are_in_the_file_before_the_next_case_begins(self):
+    """So that whatever ends a run leaves them."""
+    found = []
+    self.faults = {"storage": lambda: found.append(len(records.read(self.out)))}
+    self.run_matrix("--parts", "chunk", "tail", "append")
+    before = [case for case in cases.default(H200) if case.part in ("chunk", "tail")]
+    self.assertEqual(found[0], 1 + len(before))
+    self.assertGreater(found[-1], found[0])
+
+  def test_resume(self):
+    """Rows of now stay as they are; errors and rows of other kernels are taken again."""
+    chosen = "--parts", "decode", "--paths", "bf16", "fp8", "nvfp4_dequant", "--no-peers"
+    self.faults = {"fp8": ValueError("a fault")}
+    _, first, _ = self.run_matrix(*chosen)
+    lines = [json.loads(line) for line in self.out.read_text().splitlines()]
+    stale = next(line for line in lines if line.get("read_path") == "nvfp4_dequant")
+    stale["kernel_hash"] = "another"
+    self.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    self.faults, self.prepared = {}, []
+    code, rows, printed = self.run_matrix(*chosen, "--resume")
+    self.assertEqual(code, 0)
+    again = self.prepared
+    fp8 = [row for row in first if row["read_path"] == "fp8"]
+    self.assertEqual([path for path, _ in again].count("fp8"), len(fp8))
+    self.assertEqual([path for path, _ in again].count("nvfp4_dequant"), 1)
+    self.assertNotIn("bf16", [path for path, _ in again])
+    self.assertCountEqual(
+      {cases.key(row) for row in rows if row["phase"] != "copy"},
+      {cases.key(row) for row in first if row["phase"] != "copy"},
+    )
+    self.assertIn(f"{len(first) - 1 - len(again)} of them kept", printed)
+
+  def test_rows_of_another_device_are_not_kept(self):
+    self.run_matrix("--parts", "append")
+    self.out.write_text(self.out.read_text().replace('"device": "cpu"', '"device": "a GPU"'))
+    self.prepared = []
+    self.run_matrix("--parts", "append", "--resume")
+    self.assertLen(self.prepared, 16)
+
+  def test_lack_of_time(self):
+    code, rows, printed = self.run_matrix("--seconds", "0")
+    self.assertEqual((code, len(rows)), (0, 1))
+    self.assertIn(f"Not started for lack of time: {len(cases.default(H200))} cases", printed)
+
+  def test_changes_are_in_the_rows(self):
+    _, rows, _ = self.run_matrix(
+      *("--parts", "decode", "append", "--paths", "fp8", "--no-peers"),
+      *("--batch", "3", "--page-size", "32", "--geometry", "40/8/128", "--revision", "abc"),
+    )
+    attention = [row for row in rows if row["phase"] == "decode"]
+    self.assertEqual({row["kv_len"] for row in attention}, {2048, 8192, 32768})
+    for row in attention:
+      self.assertEqual((row["batch"], row["page_size"], row["num_q_heads"]), (3, 32, 40))
+      self.assertEqual(row["varied"], {"geometry": "40/8/128", "page_size": 32})
+    self.assertEqual({row["git_revision"] for row in rows}, {"abc"})
+
+  @parameterized.parameters("huge", "8/x/128", "8/3/128", "8/2")
+  def test_unknown_heads(self, geometry):
+    error = io.StringIO()
+    with contextlib.redirect_stderr(error), self.assertRaises(SystemExit):
+      self.run_matrix("--geometry", geometry)
+    self.assertIn(f"--geometry {geometry}: ", error.getvalue())
+
+  def test_a_cpu_copies_nothing(self):
+    _, rows, _ = self.run_matrix(architecture="cpu")
+    self.assertNotIn("copy", {row["phase"] for row in rows})
+
+  def test_list_runs_nothing(self):
+    code, rows, printed = self.run_matrix("--list")
+    self.assertEqual((code, rows, self.prepared), (0, [], []))
+    self.assertLen(printed.splitlines(), len(cases.default(H200)) + len(cases.PARTS) + 1)
+
+  def test_it_is_a_command(self):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), self.assertRaises(SystemExit) as raised:
+      cli.main(["matrix", "--help"])
+    self.assertEqual(raised.exception.code, 0)
+    self.assertIn("by part, in seconds: full ", " ".join(printed.getvalue().split()))
+    for command in cli._COMMANDS:
+      self.assertIn("" if command == "small" else f"benchmarks {command} ", cli.__doc__)
+
+
+class SmallestTest(TestCase):
+  """One workload for real, on this CPU."""
+
+  def test_rows_hold_what_ran(self):
+    out = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory())) / "rows.jsonl"
+    paths = "nvfp4_dequant", "nvfp4_a8q"
+    variants = tuple(v for v in cases.VARIANTS if v.read_path in paths)
+    some = [
+      *cases._attention("decode", w.attention(2, 1, 128, geometry="small"), variants, ("xla",)),
+      cases._append("append", "append", 64, "small", "xla", format="nvfp4", scale=1.0),
+    ]
+    self.enter_context(mock.patch.object(cases, "default", lambda *_: some))
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+      self.assertEqual(matrix.main(["--out", str(out)]), 0)
+    self.assertIn("No time here may stand beside a GPU's", printed.getvalue())
+    dequant, a8q, append = records.read(out)
+    for row in (dequant, a8q):
+      self.assertEqual((row["timer"], row["us_count"], row["floor_us"]), ("wall", 8, None))
+      self.assertEqual(row["bytes_per_token"], 2 * 2 * 72)
+      self.assertBetween(row["kernel_error"], 1e-5, 4e-3)  # bfloat16's rounding of the result
+      self.assertIn("dot_general", row["operand_dtypes"])
+    self.assertBetween(dequant["format_error"], 0.05, 0.3)
+    self.assertGreater(a8q["format_error"], dequant["format_error"])
+    self.assertBetween(append["format_error"], 0.05, 0.15)
+    self.assertEqual((append["batch"], append["timer"]), (64, "wall"))
+
+
+if __name__ == "__main__":
+  absltest.main()
