@@ -306,7 +306,7 @@ ATTENTION = (
   ),
   *gates_on(
     "attention",
-    {},
+    _GAUSS_AND_LAYERS | {"implementation": "mosaic_sm90"},
     (
       "bf16, kernels: output error",
       "bf16",

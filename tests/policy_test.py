@@ -23,11 +23,10 @@ from tests.benchmarks_test import example_row
 H200 = "NVIDIA H200"
 HEADS = Geometry(32, 8, 128)
 TOLERANCE = 1.05
-# Held-out shapes whose choice is slower than that, with the loss and why. At 512 query tokens A8Q
-# still takes as long as at 4 (one wave of blocks); its neighbours are 128 and 1024, where it takes
-# twice as long, and with 512 left out nothing measured tells where in between it starts to grow.
-# So a line between them has it at 288 us instead of 193.
-KNOWN_LOSSES = {("with a8q", (1, 512, 16384)): 1.12}
+# Held-out shapes whose choice is slower than that, with the loss and why. Up to 512 query rows A8Q
+# takes as long as at 4 (one wave of blocks), from 1024 on twice as long; with 512 left out nothing
+# measured tells where in between it starts to grow.
+KNOWN_LOSSES = {("with a8q", (1, 512, 65536)): 1.18}
 
 
 def cost(path="nvfp4_dequant", shape=(1, 16, 1024), us=10.0, workspace_bytes=0, **changes):
@@ -241,7 +240,7 @@ class HeldOutTest(TestCase):
   )
   def test_within_5_percent_of_the_best_measured(self, name, allowed):
     judged = list(held_out.left_out(CostTable.h200(), allowed))
-    self.assertGreaterEqual(len(judged), 26)
+    self.assertGreaterEqual(len(judged), 51)
     slower = {(name, one.shape): round(one.loss, 2) for one in judged if one.loss > TOLERANCE}
     self.assertEqual(slower, {case: loss for case, loss in KNOWN_LOSSES.items() if case[0] == name})
 
@@ -258,7 +257,7 @@ class ShippedTest(TestCase):
 
   def test_it_is_what_the_committed_rows_make(self):
     path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory())) / "costs.json"
-    rows = [str(measured.RESULTS / name) for name in ("h200.jsonl", "h200_sweep.jsonl")]
+    rows = [str(measured.RESULTS / name) for name in ("h200_matrix.jsonl",)]
     with contextlib.redirect_stdout(io.StringIO()):
       self.assertEqual(costs_command.main([*rows, "--stale", "--out", str(path)]), 0)
     self.assertEqual(path.read_text(), policy.H200_COSTS.read_text())
