@@ -42,16 +42,19 @@ def kernel_hash(kernel_names: Iterable[str]) -> str:
 
 # What the operations import that changes who runs or what is checked, never a number.
 _NO_NUMBERS = ("debug", "dispatch", "policy")
+# Modules of the operations that are of one implementation.
+_OPS_OF_ONE = {"prefill_choice": "mosaic_sm90", "triton_sm120": "triton_sm120"}
 
 
 @functools.cache
 def definition_hash(implementation: str) -> str:
   """Of the sources that a number of an operation comes from: the definition, and with another
   implementation than `xla` its own kernels."""
-  package, with_kernels = KERNELS.parent, implementation != "xla"
+  package = KERNELS.parent
   paths = [p for p in package.glob("*.py") if p.stem in definition_modules()]
-  paths += [p for p in (package / "ops").glob("*.py") if with_kernels or p.stem != "prefill_choice"]
-  if with_kernels:
+  of_one = lambda path: _OPS_OF_ONE.get(path.stem, implementation)
+  paths += [p for p in (package / "ops").glob("*.py") if of_one(p) == implementation]
+  if implementation != "xla":
     launchers = [p.stem for p in KERNELS.glob(f"*_{implementation}.py")]
     paths += [KERNELS / f"{name}.py" for name in {"__init__", *closure(launchers)}]
   digest = hashlib.sha256()
