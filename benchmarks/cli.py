@@ -3,12 +3,14 @@
 python3 -m benchmarks            every read path on small shapes and on real activations, with
                                  errors and bytes; needs no GPU, takes about a minute
 python3 -m benchmarks aot        compiles every kernel for a GPU that need not be here
+python3 -m benchmarks dispatch   who runs each phase on a device, and by which instructions
 python3 -m benchmarks gpu        times, then checks the kernels on the GPU of this machine
 python3 -m benchmarks plan       how many pages, tokens and sequences fit on a device
 python3 -m benchmarks results    the committed measurements, and which of them are stale
 python3 -m benchmarks paths      when each read path pays, from the committed rows of the sweep
 python3 -m benchmarks costs      a table of measured costs, from which policy.py chooses read paths
 python3 -m benchmarks quality    what each cache format costs in accuracy, and gates on it
+python3 -m benchmarks seeds      the published comparison with FP8 and A4Q, on this GPU
 python3 -m benchmarks rates      cycles of the instructions that kernels are made of, on a GPU
 """
 
@@ -34,10 +36,22 @@ def _aot(argv):
   return aot.main(argv) or 0
 
 
+def _dispatch(argv):
+  from benchmarks import dispatch
+
+  return dispatch.main(argv)
+
+
 def _gpu(argv):
   from benchmarks import gpu
 
   return gpu.main(argv)
+
+
+def _seeds(argv):
+  from benchmarks import seeds
+
+  return seeds.main(argv)
 
 
 def _rates(argv):
@@ -79,12 +93,14 @@ def _costs(argv):
 _COMMANDS = {
   "small": _small,
   "aot": _aot,
+  "dispatch": _dispatch,
   "gpu": _gpu,
   "plan": _plan,
   "results": _results,
   "paths": _paths,
   "costs": _costs,
   "quality": _quality,
+  "seeds": _seeds,
   "rates": _rates,
 }
 

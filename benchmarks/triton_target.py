@@ -18,10 +18,13 @@ def main(argv: list[str]) -> None:
   import jax
 
   from benchmarks import triton_cases
+  from nvfp4_pallas.dispatch import Target, use_target
 
   case = next(case for case in triton_cases.CASES if case.name == name)
   function, arguments = case.build()
-  jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+  with use_target(Target(triton_cases.TARGET)):
+    traced = jax.jit(function).trace(*arguments)
+  traced.lower(lowering_platforms=("cuda",))
 
 
 if __name__ == "__main__":

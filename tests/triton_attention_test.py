@@ -218,7 +218,7 @@ class ConfigTest(TestCase):
     self.assertEqual(kernel.splits_to_fill_a_gpu(request, one_each=q_len == 1), expected)
 
   @parameterized.parameters(
-    ("nvfp4_dequant", 8192, 2**40, False, "as they are read"),
+    ("nvfp4_dequant", 8192, 2**40, False, "widens tiles as they are read"),
     ("nvfp4_repack", 8192, 2**40, True, "widened once, for 256.0 query tiles"),
     ("nvfp4_repack", 8, 2**40, False, "once for each of 0.2 query tiles"),
     ("nvfp4_repack", 8192, 2**20, False, "would have 33554432 bytes, more than 1048576"),

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from absl.testing import absltest, parameterized
 
-from benchmarks.triton_cases import CASES
+from benchmarks.triton_cases import CASES, TARGET
+from nvfp4_pallas.dispatch import Target, use_target
 from nvfp4_pallas.kernels import triton_launch
 from tests.base import TestCase
 
@@ -55,7 +56,8 @@ class CallTest(TestCase):
   def jaxpr(self, name, transform=lambda f: f):
     (case,) = (case for case in CASES if case.name == name)
     function, arguments = case.build()
-    return str(jax.make_jaxpr(transform(function))(*arguments))
+    with use_target(Target(TARGET)):
+      return str(jax.make_jaxpr(transform(function))(*arguments))
 
   def test_one_call_with_its_options(self):
     jaxpr = self.jaxpr("decode/a4q")

@@ -212,9 +212,9 @@ def products(request: Any) -> str:
 
 
 def widens_ahead(request: Any) -> tuple[bool, str]:
-  """Whether all keys become BF16 pages first, and why."""
+  """Whether all keys become BF16 pages first, as only nvfp4_repack may have it, and why."""
   if request.spec.read_path != "nvfp4_repack":
-    return False, "tiles are widened as they are read"
+    return False, "this read path widens tiles as they are read"
   tokens = request.num_tokens / max(request.num_seqs, 1)
   readers = tokens * request.group / MAX_ROWS
   if readers < MIN_READERS:

@@ -66,8 +66,10 @@ def _choose_prefill(request: AttentionRequest) -> tuple[Callable, str]:
   num_splits = kernel.splits_to_fill_a_gpu(request)
   ahead, how = kernel.widens_ahead(request)
   run = functools.partial(_attend, num_splits=num_splits, ahead=ahead)
-  why = f"{kernel.products(request)}; {how}"
-  return run, why if num_splits == 1 else f"{why}; keys in {num_splits} runs, joined by lse"
+  why = [kernel.products(request)]
+  why += [how] if request.spec.read_path == "nvfp4_repack" else []
+  why += [f"keys in {num_splits} runs, joined by lse"] if num_splits > 1 else []
+  return run, "; ".join(why)
 
 
 def _choose_decode(request: AttentionRequest) -> tuple[Callable, str]:
