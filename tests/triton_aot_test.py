@@ -3,14 +3,13 @@
 No GPU is needed. Skipped where Triton or JAX's CUDA compiler can neither be found nor downloaded.
 """
 
-import importlib.util
-
 from absl.testing import absltest, parameterized
 
 from benchmarks import triton_aot, triton_cases
 from benchmarks.aot import MissingError
 from nvfp4_pallas.kernels.attention_triton_sm120 import KEYS
 from tests.base import TestCase
+from tests.triton_version import need_triton
 
 # The commands compile all of them; these have every kind of loop.
 TESTED = (
@@ -22,11 +21,11 @@ TESTED = (
 )
 
 
-@absltest.skipIf(importlib.util.find_spec("triton") is None, "Triton is not installed")
 class CompileTest(TestCase):
   @parameterized.parameters(*TESTED)
   def test_case(self, name):
     (case,) = (case for case in triton_cases.CASES if case.name == name)
+    need_triton(self)
     try:
       report = triton_aot.compile_case(case)
     except MissingError as error:

@@ -5,7 +5,6 @@ nothing may be read (cases.build), and so does the kernel's output before.
 """
 
 import dataclasses
-import importlib.util
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -21,12 +20,11 @@ from nvfp4_pallas.ops.request import attention_request
 from nvfp4_pallas.read_paths import AttentionSpec
 from tests import cases, kernel_cases
 from tests.base import TestCase
+from tests.triton_version import INTERPRETS, has_triton, need_triton
 
-if has_triton := importlib.util.find_spec("triton") is not None:
+if has_triton(INTERPRETS):
   from tests import triton_emulator
   from tests import triton_emulator_kernels as kernels
-
-needs_triton = absltest.skipIf(not has_triton, "Triton is not installed")
 
 # Whole key tiles that all rows see, and tiles of queries that end in different ones.
 LONG = cases.Case("long", (1, 0, 40), (300, 5, 170), 1, 2, head_dim=128, page_size=64)
@@ -57,8 +55,11 @@ def poisoned(pool, place):
   return dataclasses.replace(pool, block_scale=jnp.asarray(scales.view(ml_dtypes.float8_e4m3fn)))
 
 
-@needs_triton
 class AttentionTest(TestCase):
+  def setUp(self):
+    super().setUp()
+    need_triton(self, INTERPRETS)
+
   def check(self, case, read_path="nvfp4_dequant", q_levels=2, padding_rows=3, **options):
     built = cases.build(case, padding_rows=padding_rows)
     spec = spec_of(case, read_path, q_levels=q_levels)
@@ -240,9 +241,12 @@ class ConfigTest(TestCase):
     self.assertIn(reason, kernel.widens_ahead(request)[1])
 
 
-@needs_triton
 class FormatTest(TestCase):
   """The device functions that round, on values that are easily rounded wrongly."""
+
+  def setUp(self):
+    super().setUp()
+    need_triton(self, INTERPRETS)
 
   def encoded(self, x):
     """(codes, scale bytes) of the first level and of what it misses."""

@@ -134,7 +134,7 @@ def _mended(tensors):
   }
   with (
     mock.patch.object(interpreter, "_interpreter", native),
-    mock.patch.multiple(interpreter_builder, **changes),
+    mock.patch.multiple(interpreter_builder, create=True, **changes),
     np.errstate(all="ignore"),
   ):
     yield

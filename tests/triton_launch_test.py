@@ -45,12 +45,13 @@ class InstalledTest(TestCase):
         triton_launch.check_plugin()
 
 
-@absltest.skipIf(importlib.util.find_spec("jax_triton") is None, "jax-triton is not installed")
 class CallTest(TestCase):
   """As traced, which needs no GPU."""
 
   def setUp(self):
     super().setUp()
+    if importlib.util.find_spec("jax_triton") is None:
+      self.skipTest("jax-triton is not installed")
     self.enter_context(mock.patch.object(triton_launch, "check_plugin"))
 
   def jaxpr(self, name, transform=lambda f: f):

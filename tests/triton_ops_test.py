@@ -5,7 +5,6 @@ The kernel's source runs on a CPU (triton_emulator.py).
 
 import dataclasses
 import importlib.metadata
-import importlib.util
 from unittest import mock
 
 import jax.numpy as jnp
@@ -22,8 +21,9 @@ from nvfp4_pallas.ops.request import attention_request
 from nvfp4_pallas.read_paths import AttentionSpec
 from tests import cases
 from tests.base import TestCase
+from tests.triton_version import INTERPRETS, has_triton, need_triton
 
-if has_triton := importlib.util.find_spec("triton") is not None:
+if has_triton(INTERPRETS):
   from tests import triton_emulator
 
 RESOLVE = {"prefill": resolve_prefill, "decode": resolve_decode}
@@ -113,8 +113,11 @@ class ResolveTest(TestCase):
 check_installed = triton_launch.check_installed
 
 
-@absltest.skipIf(not has_triton, "Triton is not installed")
 class OperationsTest(TestCase):
+  def setUp(self):
+    super().setUp()
+    need_triton(self, INTERPRETS)
+
   def run_on_sm_120(self, operation, built, **options):
     with (
       triton_emulator.emulated(),
