@@ -17,23 +17,14 @@ from nvfp4_pallas import format as nvfp4
 from nvfp4_pallas.kernels import attention_triton_sm120 as kernel
 from nvfp4_pallas.ops.merge import merge_splits
 from nvfp4_pallas.ops.request import attention_request
-from nvfp4_pallas.read_paths import AttentionSpec
 from tests import cases, kernel_cases
 from tests.base import TestCase
+from tests.triton_shapes import DENSE, LONG, spec_of
 from tests.triton_version import INTERPRETS, has_triton, need_triton
 
 if has_triton(INTERPRETS):
   from tests import triton_emulator
   from tests import triton_emulator_kernels as kernels
-
-# Whole key tiles that all rows see, and tiles of queries that end in different ones.
-LONG = cases.Case("long", (1, 0, 40), (300, 5, 170), 1, 2, head_dim=128, page_size=64)
-DENSE = dataclasses.replace(LONG, name="dense", q_lens=(70, 3, 9), kv_lens=(200, 130, 64))
-
-
-def spec_of(case, read_path="nvfp4_dequant", **options) -> AttentionSpec:
-  options = {"causal": True, "sm_scale": case.head_dim**-0.5} | dict(case.options) | options
-  return AttentionSpec(read_path, **options)
 
 
 def run(built, spec, **options):

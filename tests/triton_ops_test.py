@@ -21,13 +21,13 @@ from nvfp4_pallas.ops.request import attention_request
 from nvfp4_pallas.read_paths import AttentionSpec
 from tests import cases
 from tests.base import TestCase
+from tests.triton_shapes import LONG
 from tests.triton_version import INTERPRETS, has_triton, need_triton
 
 if has_triton(INTERPRETS):
   from tests import triton_emulator
 
 RESOLVE = {"prefill": resolve_prefill, "decode": resolve_decode}
-LONG = cases.Case("long", (1, 0, 40), (300, 5, 170), 1, 2, head_dim=128, page_size=64)
 
 
 def request_of(read_path="nvfp4_a4q", **changes):
