@@ -39,7 +39,7 @@ OLDEST_PYTHON = (3, 12)
 # Oldest first: new Pythons wait longest for wheels of every dependency.
 PYTHON_NAMES = ("python3.12", "python3.13", "python3.14", "python3.15", "python3", "python")
 MODULES = ("jax", "jaxlib", "numpy", "absl")
-# Installed with the rest, but a Python without it serves: nothing imports it yet.
+# Installed with the rest, but a Python without it serves: only kernels for sm_120 import it.
 NOT_NEEDED = ("jax-triton",)
 
 _RESTARTED = "NVFP4_PALLAS_RESTARTED"  # set across a restart, so that a failure is not a loop

@@ -8,6 +8,7 @@ python3 -m benchmarks report     measured rows, the committed ones or others, as
 python3 -m benchmarks compare    what moved between two files of rows, beyond noise
 python3 -m benchmarks costs      a table of measured costs, from which policy.py chooses read paths
 python3 -m benchmarks gpu        checks the kernels on the GPU of this machine
+python3 -m benchmarks dispatch   who runs each phase on a device, and by which instructions
 python3 -m benchmarks aot        compiles every kernel for a GPU that need not be here
 python3 -m benchmarks plan       how many pages, tokens and sequences fit on a device
 python3 -m benchmarks quality    what each cache format costs in accuracy, and gates on it
@@ -40,6 +41,12 @@ def _gpu(argv):
   from benchmarks import gpu
 
   return gpu.main(argv)
+
+
+def _dispatch(argv):
+  from benchmarks import dispatch
+
+  return dispatch.main(argv)
 
 
 def _matrix(argv):
@@ -88,6 +95,7 @@ _COMMANDS = {
   "small": _small,
   "aot": _aot,
   "gpu": _gpu,
+  "dispatch": _dispatch,
   "matrix": _matrix,
   "plan": _plan,
   "report": _report,

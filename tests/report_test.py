@@ -339,7 +339,7 @@ class SourcesTest(TestCase):
     self.assertLen({sources.kernel_hash(of) for of in names}, 2)
 
   def test_every_launching_module_has_a_name_in_traces(self):
-    modules = {path.stem for path in sources.KERNELS.glob("*_mosaic_sm90.py")}
+    modules = {path.stem for path in sources.KERNELS.glob("*_sm[0-9]*.py")}
     self.assertEqual(set(sources.LAUNCHERS.values()), modules)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from nvfp4_pallas.dispatch import Entry
-from nvfp4_pallas.ops import decode_sm90, decode_xla, prefill_sm90, prefill_xla
+from nvfp4_pallas.ops import decode_sm90, decode_xla, prefill_sm90, prefill_xla, triton_sm120
 
 PREFILL = {
   "mosaic_sm90": Entry(prefill_sm90.plain, prefill_sm90.unsupported, prefill_sm90.choose_kernel),
+  "triton_sm120": triton_sm120.PREFILL,
   "xla": Entry(prefill_xla.prefill),
 }
 DECODE = {
   "mosaic_sm90": Entry(decode_sm90.split_kv, decode_sm90.unsupported, decode_sm90.choose_kernel),
+  "triton_sm120": triton_sm120.DECODE,
   "xla": Entry(decode_xla.decode),
 }

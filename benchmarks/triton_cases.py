@@ -1,0 +1,117 @@
+"""Calls of prefill and decode on sm_120, as data: what is compiled ahead of time, and timed.
+
+Shapes are those of a served model: 8 KV heads, 32 query heads, head_dim 128, pages of 16 tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import nvfp4_pallas as nv
+from benchmarks.aot_cases import abstract_cache, queries
+from nvfp4_pallas.dispatch import Resolved
+from nvfp4_pallas.kernels.attention_triton_sm120 import KEYS, Config, choose_config
+from nvfp4_pallas.ops.decode import resolve_decode
+from nvfp4_pallas.ops.prefill import resolve_prefill
+from nvfp4_pallas.ops.request import attention_request, attention_spec
+
+TARGET = "sm_120"
+GROUP, PAGE_SIZE = 4, 16
+SMEM_BYTES = 99 * 1024  # of a block, on sm_120
+MAX_REGISTERS = 255  # of a thread; with 256 threads a block that is all there are
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """One call.
+
+  Attributes:
+    name: `phase/variant`.
+    read_path, q_levels, k_format, v_format: the numerics.
+    seqs, q_len, kv_len: of a batch of equal sequences; decode where q_len is 1.
+    head_dim: of K and V.
+    window: as in ops.prefill, or None.
+  """
+
+  name: str
+  read_path: str
+  shape: tuple[int, int, int] = (1, 8192, 8192)
+  q_levels: int = 2
+  k_format: str = "nvfp4"
+  v_format: str = "nvfp4"
+  head_dim: int = 128
+  window: int | None = None
+
+  @property
+  def decodes(self) -> bool:
+    return self.shape[1] == 1
+
+  def build(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function and its abstract arguments. Trace it for the target (dispatch.use_target)."""
+    operation = nv.decode if self.decodes else nv.prefill
+    run = partial(operation, read_path=self.read_path, q_levels=self.q_levels, window=self.window)
+    return run, self.arguments()
+
+  def arguments(self) -> tuple[Any, ...]:
+    """(q, cache, batch)."""
+    seqs, q_len, kv_len = self.shape
+    options = {"head_dim": self.head_dim, "page_size": PAGE_SIZE}
+    cache = abstract_cache(self.k_format, self.v_format, **options)
+    return queries(cache, seqs, q_len, GROUP, kv_len // PAGE_SIZE)
+
+  def resolve(self) -> Resolved:
+    """Who runs it on the current target."""
+    q, cache, batch = self.arguments()
+    options = {"causal": True, "sm_scale": None, "soft_cap": None}
+    spec = attention_spec(q, self.read_path, window=self.window, q_levels=self.q_levels, **options)
+    if self.decodes:
+      return resolve_decode(attention_request(q, cache, spec, max_pages=batch.max_pages))
+    lengths = {"num_seqs": batch.num_seqs, "max_pages": batch.max_pages}
+    return resolve_prefill(attention_request(q, cache, spec, **lengths))
+
+  def config(self) -> Config:
+    """How the kernel is cut."""
+    seqs, q_len, _ = self.shape
+    return choose_config(seqs * q_len, seqs, GROUP, self.decodes)
+
+  @property
+  def loops(self) -> int:
+    """The kernel has its loop over keys for tiles that all rows see, once more for those that some
+    rows see a part of, and with a window for such ones at the other end."""
+    return 2 if self.window is None else 3
+
+  def products(self) -> dict[str, int]:
+    """Tensor core instructions that the kernel must have, by kind, and no others."""
+    config = self.config()
+    # Of 16 rows and 8 columns, and 64 (FP4) or 16 (BF16) of what is added up.
+    share = self.loops * config.rows // 16
+    scores, levels = share * (KEYS // 8), self.q_levels if self.read_path == "nvfp4_a4q" else 0
+    out = share * (self.head_dim // 8) * (KEYS // 16)
+    fp4 = levels * scores * (self.head_dim // 64)
+    bf16 = out if levels else out + scores * (self.head_dim // 16)
+    return {"OMMA": fp4 // config.num_warps, "HMMA": bf16 // config.num_warps}
+
+
+CHUNK, TAIL, DECODE = (4, 128, 2048), (1, 16, 16384), (16, 1, 8192)
+WIDE: dict[str, dict[str, Any]] = {
+  "bf16": {"read_path": "bf16", "k_format": "bf16", "v_format": "bf16"},
+  "fp8": {"read_path": "fp8", "k_format": "fp8", "v_format": "fp8"},
+}
+CASES = (
+  Case("prefill/a4q", "nvfp4_a4q"),
+  Case("prefill/a4q_1_level", "nvfp4_a4q", q_levels=1),
+  Case("prefill/a4q_64_window", "nvfp4_a4q", head_dim=64, window=300),
+  Case("prefill/dequant", "nvfp4_dequant"),
+  Case("prefill/repack", "nvfp4_repack"),
+  Case("prefill/fp8", **WIDE["fp8"]),
+  Case("prefill/bf16", **WIDE["bf16"]),
+  Case("chunk/a4q", "nvfp4_a4q", CHUNK),
+  Case("chunk/dequant", "nvfp4_dequant", CHUNK),
+  Case("tail/a4q", "nvfp4_a4q", TAIL),
+  Case("tail/dequant", "nvfp4_dequant", TAIL),
+  Case("decode/a4q", "nvfp4_a4q", DECODE),
+  Case("decode/dequant", "nvfp4_dequant", DECODE),
+)

@@ -1,0 +1,70 @@
+"""`python -m benchmarks dispatch` says who runs what, and fails where an instruction is missing."""
+
+from unittest import mock
+
+from absl.testing import absltest, parameterized
+
+from benchmarks import dispatch, triton_aot
+from benchmarks.aot import AotError, MissingError
+from tests.base import TestCase
+
+
+class DispatchTest(TestCase):
+  def run_command(self, *argv):
+    with mock.patch("builtins.print") as printed:
+      status = dispatch.main([*argv])
+    return status, "\n".join(str(call.args[0]) for call in printed.call_args_list)
+
+  @parameterized.parameters(
+    ("sm_120", "triton_sm120", "xla"),
+    ("sm_90", "mosaic_sm90", "mosaic_sm90"),
+    ("cpu", "xla", "xla"),
+  )
+  def test_resolves_every_phase(self, target, attends, appends):
+    with mock.patch("nvfp4_pallas.kernels.triton_launch.check_installed"):
+      status, text = self.run_command("--target", target, "--no-compile")
+    self.assertEqual(status, 0)
+    self.assertStartsWith(
+      text, f"{target}: who runs what, as resolved; nothing was compiled or run"
+    )
+    self.assertIn(f"decode 16/1/8192 nvfp4_a4q, Q in two levels: {attends}\n  because: ", text)
+    self.assertIn(f"append of 64 rows: {appends}\n", text)
+    self.assertLessEqual(max(map(len, text.splitlines())), 100)
+
+  def compiled(self, ops=None, error=None):
+    """The command's decode phase with a compiler that gives this."""
+    case = next(case for case in dispatch.triton_cases.CASES if case.name == "decode/a4q")
+    wanted = case.products()
+    ops = ops or {triton_aot.FP4_OPCODE: wanted["OMMA"], triton_aot.BF16_OPCODE: wanted["HMMA"]}
+    line = "        /*0010*/                   {} R8, R4, R6, R8 ;\n"
+    sass = "".join(line.format(op) * count for op, count in ops.items())
+    report = triton_aot.TritonReport("", sass, 100, 0, 1024, "13.0")
+    with (
+      mock.patch.object(dispatch.triton_cases, "CASES", (case,)),
+      mock.patch.object(triton_aot, "compile_case", return_value=report, side_effect=error),
+      mock.patch("nvfp4_pallas.kernels.triton_launch.check_installed"),
+      mock.patch("importlib.metadata.version", return_value="1.2.3"),
+    ):
+      return self.run_command("--target", "sm_120", "--phase", "decode")
+
+  def test_names_the_instructions(self):
+    status, text = self.compiled()
+    self.assertEqual(status, 0)
+    self.assertIn("  Q K^T       16 x OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X, K's codes as", text)
+    self.assertIn("  P V         32 x HMMA.16816.F32.BF16\n", text)
+    self.assertIn("100 registers, 0 bytes spilled, 1024 bytes of shared memory, 48 instr", text)
+
+  def test_fails_where_products_are_emulated(self):
+    status, text = self.compiled(ops={triton_aot.BF16_OPCODE: 96})
+    self.assertEqual(status, 1)
+    self.assertIn("FAIL products are {'HMMA.16816.F32.BF16': 96}, not", text)
+
+  def test_fails_where_nothing_compiles(self):
+    for error in (AotError("it does not compile"), MissingError("ptxas is missing")):
+      status, text = self.compiled(error=error)
+      self.assertEqual(status, 1)
+      self.assertIn(str(error), text)
+
+
+if __name__ == "__main__":
+  absltest.main()
