@@ -133,7 +133,9 @@ def calibrated(config: QualityConfig, k: jax.Array, v: jax.Array) -> dict[str, j
       ),
       k,
       v,
-    )
+    ),
+    k_format=config.k_format,
+    v_format=config.v_format,
   )
   found = {"k_mean": observe().k_mean} if config.k_mean else {}
   if config.global_scale == "calibrated":

@@ -120,8 +120,9 @@ class Calibration(NamedTuple):
   Attributes:
     k_global_scale, v_global_scale: float32 [num_kv_heads], decode multipliers.
     k_mean: float32 [num_kv_heads, head_dim], the mean of plain keys.
-    k_least_scale, v_least_scale: float32 [num_kv_heads], the block scale, not yet rounded, of the
-      smallest block that was seen: from 2^-6 on it has all digits, up to 2^-10 it becomes zero.
+    k_least_scale, v_least_scale: float32 [num_kv_heads], of nvfp4 the block scale, not yet rounded,
+      of the smallest block that was seen: from 2^-6 on it has all digits, up to 2^-10 it becomes
+      zero.
   """
 
   k_global_scale: jax.Array
@@ -142,6 +143,8 @@ def observe(stats: KVStatistics, k: jax.Array, v: jax.Array) -> KVStatistics:
   Raises:
     ValueError: k or v is not so (message: argument, rule, value).
   """
+  if not isinstance(stats, KVStatistics):
+    raise ValueError(f"stats must be KVStatistics, got {type(stats).__name__}")
   for name, x in (("k", k), ("v", v)):
     if not hasattr(x, "dtype"):
       raise ValueError(f"{name} must be an array, got {type(x).__name__}")
@@ -180,6 +183,10 @@ def merge(first: KVStatistics, second: KVStatistics) -> KVStatistics:
     raise ValueError(
       "first and second must both have a k_mean or none, got one with and one without"
     )
+  means = first.k_mean, second.k_mean
+  if None not in means and not any(isinstance(mean, Tracer) for mean in means):
+    if not np.array_equal(*map(np.asarray, means)):
+      raise ValueError("first and second must have the same k_mean, got two different ones")
   return dataclasses.replace(
     first,
     count=first.count + second.count,
@@ -191,22 +198,42 @@ def merge(first: KVStatistics, second: KVStatistics) -> KVStatistics:
   )
 
 
-def calibrate(stats: KVStatistics, headroom: float = HEADROOM) -> Calibration:
+def calibrate(
+  stats: KVStatistics,
+  headroom: float = HEADROOM,
+  *,
+  k_format: str = "nvfp4",
+  v_format: str = "nvfp4",
+) -> Calibration:
   """Global scales that leave room for values `headroom` times as large as any seen.
 
-  A head of zeros only gets the scale 1.
+      global_scale = amax * headroom / largest number of the format
+
+  which is 6 * 448 for nvfp4, a code times a block scale, 448 for fp8, and nothing for bf16, whose
+  scale is 1. A head of zeros only gets the scale 1.
+
+  Args:
+    k_format, v_format: those of the cache that the scales are for.
 
   Raises:
-    ValueError: headroom is no finite number of at least 1, or where values are known: nothing was
-      observed, or something that is not finite.
+    ValueError: headroom is no finite number of at least 1, a format is unknown, or where values are
+      known: nothing was observed, or something that is not finite.
   """
-  if not isinstance(headroom, numbers.Real) or not 1 <= headroom < math.inf:
+  if not isinstance(stats, KVStatistics):
+    raise ValueError(f"stats must be KVStatistics, got {type(stats).__name__}")
+  for name, format in (("k_format", k_format), ("v_format", v_format)):
+    if format not in _LARGEST:
+      raise ValueError(f"{name} must be one of {tuple(_LARGEST)}, got {format!r}")
+  if (
+    isinstance(headroom, bool)
+    or not isinstance(headroom, numbers.Real)
+    or not 1 <= headroom < math.inf
+  ):
     raise ValueError(f"headroom must be a finite number of at least 1, got {headroom!r}")
   if not isinstance(stats.count, Tracer):
     _check_seen(stats)
-  k_global_scale, v_global_scale = (
-    _global_scale(amax, headroom) for amax in (stats.k_amax, stats.v_amax)
-  )
+  k_global_scale = _global_scale(stats.k_amax, headroom, k_format)
+  v_global_scale = _global_scale(stats.v_amax, headroom, v_format)
   return Calibration(
     k_global_scale=k_global_scale,
     v_global_scale=v_global_scale,
@@ -226,8 +253,15 @@ def _extremes(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
   return jnp.where(jnp.all(jnp.isfinite(rows), axis=(0, 2)), amax, jnp.nan), least
 
 
-def _global_scale(amax: jax.Array, headroom: float) -> jax.Array:
-  scale = amax * (headroom / (nvfp4.E2M1_MAX * nvfp4.E4M3_MAX))
+# Of each format, the largest number before it is multiplied by the global scale.
+_LARGEST = {"nvfp4": nvfp4.E2M1_MAX * nvfp4.E4M3_MAX, "fp8": nvfp4.E4M3_MAX, "bf16": None}
+
+
+def _global_scale(amax: jax.Array, headroom: float, format: str) -> jax.Array:
+  largest = _LARGEST[format]
+  if largest is None:
+    return jnp.ones_like(amax)
+  scale = amax * (headroom / largest)
   scale = jnp.clip(scale, nvfp4.GLOBAL_SCALE_MIN, nvfp4.GLOBAL_SCALE_MAX)
   return jnp.where(amax == 0, 1.0, scale)
 

@@ -70,6 +70,7 @@ def check_append(
         new = before, np.where(with_ring, np.maximum(before, outside), batch.kv_lens)
       _check_page_table(batch.page_table, *new, num_pages, page_size)
     if window is not None:
+      _check_rings(starts, batch)
       return
     name = "slot_mapping" if batch is None else "batch's slot_mapping"
     _refuse(name, slots, slots >= num_pages * page_size, f"be below {num_pages * page_size}")
@@ -103,6 +104,7 @@ def check_attention(
     begin = np.zeros_like(before) if window is None else np.maximum(before - window + 1, 0)
     end = np.where(batch.q_lens == 0, 0, before if new_kv else batch.kv_lens)
     if starts is not None:
+      _check_rings(starts, batch)
       end = np.minimum(end, _in_pages(starts, batch, before if new_kv else batch.kv_lens))
     _check_page_table(batch.page_table, begin, end, num_pages, page_size)
 
@@ -132,6 +134,15 @@ def _ring_ids(batch: RaggedBatch) -> np.ndarray:
 def _has_ring(starts: np.ndarray, batch: RaggedBatch) -> np.ndarray:
   ids = _ring_ids(batch)
   return (ids >= 0) & (ids < len(starts))
+
+
+def _check_rings(starts: np.ndarray, batch: RaggedBatch | None) -> None:
+  """No two sequences may have one ring."""
+  if batch is None:
+    return
+  ids, has_ring = _ring_ids(batch), _has_ring(starts, batch)
+  _, first, place = np.unique(ids, return_index=True, return_inverse=True)
+  _refuse("ring_ids", ids, has_ring & (first[place] != np.arange(len(ids))), "not repeat a ring")
 
 
 def _in_pages(starts: np.ndarray, batch: RaggedBatch, lens: np.ndarray) -> np.ndarray:

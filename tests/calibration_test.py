@@ -10,6 +10,7 @@ from absl.testing import absltest, parameterized
 import nvfp4_pallas as nv
 from nvfp4_pallas import calibration
 from nvfp4_pallas import format as nvfp4
+from nvfp4_pallas.cache import decode_rows, pool_arrays
 from nvfp4_pallas.calibration import KVStatistics, calibrate, merge, observe
 from tests.base import TestCase
 from tests.rotation_test import matrix
@@ -111,6 +112,29 @@ class CalibrateTest(TestCase):
       blocks[blocks == 0] = np.inf
       np.testing.assert_allclose(least, blocks.min((0, 2)) / (6 * np.asarray(scale)), rtol=1e-6)
     np.testing.assert_allclose(found.k_mean, np.asarray(k, np.float64).mean(0), rtol=1e-5)
+
+  @parameterized.parameters("nvfp4", "fp8")
+  def test_scales_of_a_format_let_the_largest_value_through(self, format):
+    """At headroom 1 the largest value is the format's largest number: nothing is cut off."""
+    k, v = rows()
+    found = calibrate(observe(empty(), k, v), 1.0, k_format=format, v_format="bf16")
+    np.testing.assert_array_equal(found.v_global_scale, 1.0)
+    cache = nv.PagedKVCache.create(
+      num_pages=4,
+      page_size=16,
+      num_kv_heads=HEADS,
+      head_dim=DIM,
+      v_head_dim=V_DIM,
+      k_format=format,
+      v_format="bf16",
+      k_global_scale=found.k_global_scale,
+    )
+    slots = jnp.arange(k.shape[0], dtype=jnp.int32)
+    stored = nv.append(cache, k, v, slot_mapping=slots).k
+    arrays = tuple(array[slots // 16, :, slots % 16] for array in pool_arrays(stored))
+    kept = np.abs(np.asarray(decode_rows(stored, arrays))).max((0, 2))
+    kept *= np.asarray(found.k_global_scale)
+    np.testing.assert_allclose(kept, np.abs(np.asarray(k, np.float32)).max((0, 2)), rtol=2**-4)
 
   def test_window(self):
     """The edges that the module names, block by block."""
@@ -220,6 +244,13 @@ class CalibrateTest(TestCase):
         for headroom in (0.9, np.nan, np.inf, "2")
       ),
       (lambda: calibrate(empty()), "stats must have seen tokens, got none"),
+      (lambda: calibrate(None), "stats must be KVStatistics, got NoneType"),
+      (lambda: observe(None, k, v), "stats must be KVStatistics, got NoneType"),
+      (lambda: calibrate(empty(), k_format="int4"), "k_format must be one of .*, got 'int4'"),
+      (
+        lambda: merge(empty(k_mean=jnp.zeros((HEADS, DIM))), empty(k_mean=jnp.ones((HEADS, DIM)))),
+        "first and second must have the same k_mean",
+      ),
       (
         lambda: calibrate(observe(empty(), k.at[3, 1, 5].set(jnp.nan), v)),
         r"stats.k_amax must be finite, got \[.* nan\]",

@@ -266,6 +266,22 @@ class RingsTest(DebugTestCase):
       with self.assertRaisesRegex(ValueError, r"kv_lens\[0\] must not fall more than"):
         nv.append(cache, x[:1], x[:1], short)
 
+  def test_two_sequences_with_one_ring(self):
+    cache = nv.PagedKVCache.create(
+      num_pages=6, page_size=16, num_kv_heads=HEADS, head_dim=DIM, recent_window=16, num_rings=2
+    )
+    x = jnp.zeros((2, HEADS, DIM), jnp.bfloat16)
+    batch = nv.RaggedBatch.for_decode(
+      jnp.asarray([[0], [1]], jnp.int32), jnp.asarray([1, 1], jnp.int32)
+    )
+    batch = dataclasses.replace(batch, ring_ids=jnp.asarray([1, 1], jnp.int32))
+    append = jax.jit(lambda *arrays: nv.append(*arrays))
+    with nv.debug_checks(), self.assertRaisesRegex(Exception, r"ring_ids\[1\] must not repeat a"):
+      jax.block_until_ready(append(cache, x, x, batch))
+    decode = jax.jit(lambda *arrays: nv.decode(*arrays, read_path="nvfp4_dequant"))
+    with nv.debug_checks(), self.assertRaisesRegex(Exception, r"ring_ids\[1\] must not repeat a"):
+      jax.block_until_ready(decode(x, cache, batch))
+
 
 if __name__ == "__main__":
   absltest.main()
