@@ -222,7 +222,10 @@ def verdicts_of(
   rows: list[QualityRow], levels: list[str], *, smoke: bool, contexts: list[int] | None = None
 ) -> list[Verdict]:
   # A kernel's rows say by themselves how they compare with the definition.
-  implementations = {"xla"} | {row.implementation for row in rows if row.level == "attention"}
+  attention = [row for row in rows if row.level == "attention"]
+  implementations = {"xla"} | {row.implementation for row in attention}
+  # On a GPU kernels should have run; that none did is found by the gates that ask for them.
+  implementations |= {"kernels" for row in attention if row.device != "cpu"}
   return judge(
     rows,
     levels,

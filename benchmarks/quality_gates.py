@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from benchmarks.quality_gates_attention import ATTENTION
 from benchmarks.quality_gates_levers import LEVERS
+from benchmarks.quality_gates_limits import LIMITS
 from benchmarks.quality_gates_model import MODEL
 from benchmarks.quality_judge import Gate
 
@@ -71,4 +72,4 @@ _FORMAT = (
   ),
 )
 
-GATES = (*_FORMAT, *ATTENTION, *LEVERS, *MODEL)
+GATES = (*_FORMAT, *ATTENTION, *LEVERS, *MODEL, *LIMITS)
