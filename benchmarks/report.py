@@ -5,7 +5,7 @@ ratios as the reports that this project began with have them, and what was not m
 of one card, revision and equal work are compared. Rows of other kernel sources than these are
 stale: shown with --stale, marked ~. --all adds what explains the times: each kernel's, the part of
 the limit, in which numbers kernels ran, errors. With --out all of it is written as report.md, with
-plots beside it.
+plots beside it, and of the committed rows quality.md, on accuracy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,12 @@ def main(argv: list[str]) -> int:
     print(f"{left_out} stale rows are left out: --stale shows them")
   if options.out:
     try:
-      print("\n".join(f"written: {path}" for path in write(runs, options.out)))
+      written = write(runs, options.out)
+      if not options.rows:
+        from benchmarks import report_quality
+
+        written += report_quality.write(options.out)
+      print("\n".join(f"written: {path}" for path in written))
     except ImportError as error:
       parser.error(f"--out needs matplotlib, which the extra `reports` installs: {error}")
   return 0
