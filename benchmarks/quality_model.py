@@ -79,7 +79,7 @@ SMOKE = Plan(
   prompt=128,
   generated=8,
 )
-SMOKE_CONFIGS = ("fp8", "nvfp4", "nvfp4 w64")
+SMOKE_CONFIGS = ("fp8", "nvfp4", "nvfp4 w64", "nvfp4 hadK 4/6 w64")
 
 
 # What tells levers apart, on a CPU in a minute each: everything is read from the cache.

@@ -81,7 +81,7 @@ class CliTest(TestCase):
     ),
     (
       "--levels model --smoke --configs fp8/nvfp4",
-      "--configs must be of fp8, nvfp4, nvfp4 w64 with --smoke, got fp8/nvfp4",
+      "--configs must be of fp8, nvfp4, nvfp4 w64, nvfp4 hadK 4/6 w64 with --smoke, got fp8/nvfp4",
     ),
   )
   def test_arguments(self, argv, message):
