@@ -69,11 +69,13 @@ class CasesTest(TestCase):
   def test_one_thing_at_a_time_is_varied(self):
     varied = [case.fields["varied"] or {} for case in cases.default(H200)]
     several = [of for of in varied if len(of) > 1]
-    # A window beside what it is compared with: pages of 16, and batch invariance.
+    # A window beside what it is compared with: pages of 16, batch invariance, K rotated.
     self.assertCountEqual(
       several,
       [
         {"page_size": 16, "recent_window": 64},
+        {"page_size": 16, "recent_window": 96},
+        {"recent_window": 96, "k_rotation": "hadamard"},
         {"batch_invariant": True, "recent_window": 64},
       ],
     )

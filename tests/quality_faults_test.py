@@ -25,8 +25,7 @@ from benchmarks.quality_judge import judge
 from nvfp4_pallas import attention, calibration, recent
 from nvfp4_pallas import format as nvfp4
 from nvfp4_pallas.ops import append as append_op
-from nvfp4_pallas.ops import decode as decode_op
-from nvfp4_pallas.ops import transforms
+from nvfp4_pallas.ops import decode_xla, transforms
 from tests.base import TestCase
 
 TINY = quality_data.TINY
@@ -117,7 +116,7 @@ def odd_element_low(codes):
   return codes[..., 1::2] | (codes[..., 0::2] << jnp.uint8(4))
 
 
-def one_level_of_q(q, spec, _real=decode_op.round_q):
+def one_level_of_q(q, spec, _real=decode_xla.round_q):
   return _real(q, dataclasses.replace(spec, q_levels=1))
 
 
@@ -133,12 +132,12 @@ def half_of_the_scale_is_lost(cache, k, v, batch, _real=quality_attention.append
   return dataclasses.replace(cache, v=pool)
 
 
-def scale_of_larger_values(amax, headroom):
+def scale_of_larger_values(amax, headroom, format):
   return jnp.full_like(amax, 2.0**-5)
 
 
-def room_for_a_sixteenth(amax, headroom, _real=calibration._global_scale):
-  return _real(amax, headroom / 32)
+def room_for_a_sixteenth(amax, headroom, format, _real=calibration._global_scale):
+  return _real(amax, headroom / 32, format)
 
 
 OUTPUT, LSE = "operations over what is stored: output", "operations over what is stored: lse"
@@ -211,7 +210,7 @@ FAULTS = (
     nvfp4, "pack_nibbles", odd_element_low, "pack", ((FORMAT, "nvfp4"),), ("SQNR of nvfp4, dB",)
   ),
   Fault(
-    decode_op,
+    decode_xla,
     "round_q",
     one_level_of_q,
     "decode",
