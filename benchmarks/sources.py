@@ -24,6 +24,7 @@ LAUNCHERS = {
   "kv_append": "append_mosaic_sm90",
   "nvfp4_pack": "pack_mosaic_sm90",
   "nvfp4_unpack": "pack_mosaic_sm90",
+  "sm100_": "attention_mosaic_sm100",
   "triton_": "attention_triton_sm120",
 }
 
@@ -43,15 +44,19 @@ def kernel_hash(kernel_names: Iterable[str]) -> str:
 # What the operations import that changes who runs or what is checked, never a number.
 _NO_NUMBERS = ("debug", "dispatch", "policy")
 # Modules of the operations that are of one implementation.
-_OPS_OF_ONE = {"prefill_choice": "mosaic_sm90", "triton_sm120": "triton_sm120"}
+_OPS_OF_ONE = {
+  "prefill_choice": "mosaic_sm90",
+  "mosaic_sm100": "mosaic_sm100",
+  "triton_sm120": "triton_sm120",
+}
 
 
 @functools.cache
 def definition_hash(implementation: str) -> str:
   """Of the sources that a number of an operation comes from: the definition, and with another
   implementation than `xla` its own kernels."""
-  package = KERNELS.parent
-  paths = [p for p in package.glob("*.py") if p.stem in definition_modules()]
+  package, modules = KERNELS.parent, definition_modules()
+  paths = [p for p in package.glob("*.py") if p.stem in modules]
   of_one = lambda path: _OPS_OF_ONE.get(path.stem, implementation)
   paths += [p for p in (package / "ops").glob("*.py") if of_one(p) == implementation]
   if implementation != "xla":
