@@ -13,7 +13,7 @@ from nvfp4_pallas import attention, debug, recent
 from nvfp4_pallas.batch import RaggedBatch, check_one_token_each
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
-from nvfp4_pallas.ops import transforms, triton_sm120
+from nvfp4_pallas.ops import mosaic_sm100, transforms, triton_sm120
 from nvfp4_pallas.ops.checks import as_jax, check_attention
 from nvfp4_pallas.ops.merge import merge_splits
 from nvfp4_pallas.ops.request import AttentionRequest, attention_request, attention_spec
@@ -221,6 +221,7 @@ def _mosaic_sm90_unsupported(request: AttentionRequest) -> str | None:
 _MULTIPROCESSORS = 132  # of an H100 SXM or H200
 _DECODE = {
   "mosaic_sm90": Entry(_decode_split_kv, _mosaic_sm90_unsupported, choose_kernel),
+  "mosaic_sm100": mosaic_sm100.DECODE,
   "triton_sm120": triton_sm120.DECODE,
   "xla": Entry(_decode_xla),
 }

@@ -14,7 +14,7 @@ from nvfp4_pallas import attention, debug, recent
 from nvfp4_pallas.batch import RaggedBatch, check_batch, token_places
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
-from nvfp4_pallas.ops import prefill_recent, transforms, triton_sm120
+from nvfp4_pallas.ops import mosaic_sm100, prefill_recent, transforms, triton_sm120
 from nvfp4_pallas.ops.checks import as_jax, check_attention, check_kv
 from nvfp4_pallas.ops.request import (
   AttentionRequest,
@@ -325,6 +325,7 @@ def _rows_unsupported(request: AttentionRequest) -> str | None:
 
 _PREFILL = {
   "mosaic_sm90": Entry(_prefill_attention, _mosaic_sm90_unsupported, choose_kernel),
+  "mosaic_sm100": mosaic_sm100.PREFILL,
   "triton_sm120": triton_sm120.PREFILL,
   "xla": Entry(_prefill_xla),
 }
