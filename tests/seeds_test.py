@@ -29,13 +29,13 @@ class SeedsTest(TestCase):
     return status, text, list(map(json.loads, lines))
 
   def test_checks_and_times(self):
-    variants = {"a4q 2": seeds.VARIANTS["a4q 2"]}
+    variants = {"fp8": seeds.VARIANTS["fp8"]}
     status, text, rows = self.run_all({"prompt of 16K": (1, 2, 32)}, variants)
     self.assertEqual(status, 0)
-    self.assertRegex(text, "check a4q 2: worst row .* off the definition, by xla")
-    self.assertRegex(text, r"prompt of 16K +[\d.]+\n")
+    self.assertRegex(text, "check fp8: worst row .* off the definition, by xla")
+    self.assertRegex(text, r"prompt of 16K +[\d.]+ \(1.00\)\n")
     (row,) = rows
-    self.assertEqual((row["read_path"], row["implementation"]), ("nvfp4_a4q", "xla"))
+    self.assertEqual((row["read_path"], row["implementation"]), ("fp8", "xla"))
     self.assertIn("not triton_sm120: it needs sm_120, the device is cpu", row["reason"])
 
   def test_a_fault_is_named_and_the_rest_goes_on(self):
