@@ -1,6 +1,6 @@
 """Ahead-of-time compilation of the kernels, on a machine with no GPU.
 
-    python -m benchmarks aot [--arch sm_90] [--keep DIR] [--cache DIR] [NAME ...]
+    python -m benchmarks aot [--arch ARCH] [--keep DIR] [--cache DIR] [NAME ...]
 
 compiles the cases of aot_cases.py (all, or those whose name starts with a NAME) to machine code
 and prints what a thread needs. It fails where a case does not compile, spills, takes more
@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 
 from benchmarks import aot_cases
 from benchmarks.aot_cases import Case
@@ -36,7 +37,6 @@ from benchmarks.sass import TENSOR_CORE_OPS, Code, alu
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEFAULT_CACHE = pathlib.Path.home() / ".cache" / "nvfp4_pallas"
-DEFAULT_ARCH = "sm_90"
 WHEELS = ("jax-cuda13-pjrt", "jax-cuda13-plugin")
 PLUGIN = pathlib.PurePath("jax_plugins", "xla_cuda13", "xla_cuda_plugin.so")
 RUNTIME = pathlib.PurePath("jax_cuda13_plugin", "libmosaic_gpu_runtime.so")
@@ -127,7 +127,7 @@ class AotReport:
 def compile_case(
   case: Case,
   *,
-  arch: str = DEFAULT_ARCH,
+  arch: str | None = None,
   keep: pathlib.Path | None = None,
   cache: pathlib.Path = DEFAULT_CACHE,
 ) -> AotReport:
@@ -135,7 +135,7 @@ def compile_case(
 
   Args:
     case: the case.
-    arch: sm_90, sm_100 or sm_120.
+    arch: sm_90, sm_100 or sm_120; None: the case's.
     keep: a directory to leave everything in, under the case's name.
     cache: where downloaded wheels are kept.
 
@@ -161,7 +161,7 @@ def compile_case(
     command = (sys.executable, "-m", "benchmarks.aot_target")
     try:
       done = subprocess.run(
-        (*command, case.name, arch, str(plugin), str(out)),
+        (*command, case.name, arch or case.arch, str(plugin), str(out)),
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -192,6 +192,7 @@ def _read_kernel(report: pathlib.Path) -> Kernel:
     return sum(map(int, re.findall(pattern, text)))
 
   # The launch states the dynamic shared memory: `dynamic_shared_memory_size %c2048_i32`.
+  sass = report.with_suffix(".sass_ctrl")  # Mosaic GPU leaves none for sm_100
   launch = r"gpu\.launch_func .*dynamic_shared_memory_size %c(\d+)_i32"
   dynamic = re.findall(launch, report.with_suffix(".mlir-passes.log").read_text())
   return Kernel(
@@ -200,9 +201,30 @@ def _read_kernel(report: pathlib.Path) -> Kernel:
     spills=total(r"(\d+) bytes spill (?:stores|loads)"),
     smem=total(r"(\d+) bytes smem") + int(dynamic[-1] if dynamic else 0),
     ptx=report.with_suffix(".ptx").read_text(),
-    sass=report.with_suffix(".sass_ctrl").read_text(),
+    sass=sass.read_text() if sass.exists() else assemble(report.with_suffix(".ptx"))[1],
     serialised="wgmma.mma_async instructions are serialized" in text,
   )
+
+
+def assemble(ptx: pathlib.Path) -> tuple[str, str]:
+  """(what ptxas reports of a PTX file, its machine code as nvdisasm prints it)."""
+  target = re.search(r"^\.target (\w+)", ptx.read_text(), re.MULTILINE)
+  assert target is not None, ptx
+  ptxas, cubin = _find_tool("ptxas"), ptx.with_suffix(".cubin")
+  command = (ptxas, "-v", f"-arch={target[1]}", str(ptx), "-o", str(cubin))
+  report = run(command, f"{ptxas} does not take {ptx.name} for {target[1]}")
+  return report, run((_find_tool("nvdisasm"), "-c", str(cubin)), "nvdisasm failed")
+
+
+def run(command: Sequence[str], failure: str, **options) -> str:
+  """What a command printed. Raises AotError with its last lines where it fails."""
+  done = subprocess.run(
+    command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, **options
+  )
+  if done.returncode:
+    last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
+    raise AotError(f"{failure}:\n{last}")
+  return done.stdout + done.stderr
 
 
 def _find_plugin(cache: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
@@ -308,7 +330,8 @@ def main(argv: list[str]) -> int:
     prog="python -m benchmarks aot", description="Compiles the kernels with no GPU."
   )
   parser.add_argument("names", nargs="*", metavar="NAME", help="compile cases that start so")
-  parser.add_argument("--arch", default=DEFAULT_ARCH, choices=("sm_90", "sm_100", "sm_120"))
+  choices = ("sm_90", "sm_100", "sm_120")
+  parser.add_argument("--arch", choices=choices, help="another one than a case's own")
   parser.add_argument("--keep", type=pathlib.Path, metavar="DIR", help="leave the dumps there")
   parser.add_argument("--cache", type=pathlib.Path, metavar="DIR", default=DEFAULT_CACHE)
   options = parser.parse_args(argv)
@@ -320,8 +343,8 @@ def main(argv: list[str]) -> int:
   wanted = tuple(options.names) or ("",)
   cases = [case for case in aot_cases.CASES if case.name.startswith(wanted)]
   print(
-    f"{options.arch}; registers / the case's bound; bytes; machine instructions; those of the "
-    "inner loop, and of the integer pipe there, for each value of the cache; seconds"
+    f"{options.arch or 'compiled'}; registers / the case's bound; bytes; machine instructions; "
+    "those of the inner loop, and of the integer pipe there, for each value of the cache; seconds"
   )
   titles = ("case", "registers", "spills", "smem", "instr", "mma", "loop", "int", "s", "")
   print(_ROW.format(*titles))

@@ -32,6 +32,7 @@ class Case:
     loop_values: values of the cache that a thread takes in one round of the first kernel's inner
       loop; 0 where it is not counted.
     max_loop: bounds for the loop's instructions and those of the integer pipe, a value.
+    arch: of the GPU.
   """
 
   name: str
@@ -41,6 +42,7 @@ class Case:
   max_instructions: int = 0
   loop_values: int = 0
   max_loop: tuple[float, float] = (math.inf, math.inf)
+  arch: str = "sm_90"
 
 
 HEADS, HEAD_DIM, PAGE_SIZE, NUM_PAGES = 8, 128, 64, 512
@@ -175,6 +177,20 @@ def split_kv(cache, read_path, **options):
 
 def prefill(cache, read_path, **options):
   return attention(cache, read_path, tokens=4096, seqs=4, **options)
+
+
+def on_sm_100(*, q_levels=2, window=None, **cache):
+  """The whole operation of A4Q there: a prompt of 8K."""
+  import nvfp4_pallas as nv
+
+  options = {"implementation": "mosaic_sm100", "q_levels": q_levels, "window": window}
+
+  def function(q, cache, batch):
+    with use_target(Target("sm_100")):
+      return nv.prefill(q, cache, batch, read_path="nvfp4_a4q", **options)
+
+  cache = abstract_cache(**cache)
+  return function, queries(cache, 1, 8192, 4, max_pages=8192 // cache.page_size)
 
 
 def append_definition(k_format):
@@ -509,4 +525,11 @@ CASES = (
   ),
   Case("attention/prefill_fp8_bf16", lambda: prefill(abstract_cache("fp8", "bf16"), "fp8"), 255),
   Case("attention/decode_bf16", lambda: split_kv(abstract_cache("bf16", "bf16"), "bf16"), 255),
+  Case("sm100/prefill_a4q", lambda: on_sm_100(page_size=16), 255, arch="sm_100"),
+  Case(
+    "sm100/prefill_a4q_64_window",
+    lambda: on_sm_100(q_levels=1, head_dim=64, window=300),
+    255,
+    arch="sm_100",
+  ),
 )

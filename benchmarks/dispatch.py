@@ -4,8 +4,9 @@
                                   [--no-compile]
 
 A server flag does not prove that the optimised dispatch ran. This resolves calls of every phase as
-on that device and, for sm_120, compiles what they launch and reads from the machine code which
-instruction each product is. Nothing is run.
+on that device and, for sm_120 and sm_100, compiles what they launch and reads from the machine code
+which instruction each product is (for sm_100 of one call: `aot sm100/` has the others, and `aot`
+compiles for sm_90). Nothing is run.
 """
 
 from __future__ import annotations
@@ -14,26 +15,28 @@ import argparse
 import importlib.metadata
 import sys
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import triton_aot, triton_cases
+from benchmarks import aot, aot_cases, triton_aot, triton_cases
 from benchmarks.aot import AotError, MissingError
 from benchmarks.aot_cases import abstract_cache
+from benchmarks.sass import TENSOR_CORE_OPS, Code
 from benchmarks.triton_cases import Case
 from nvfp4_pallas.dispatch import Resolved, Target, use_target
 from nvfp4_pallas.ops.append import append_request, resolve_append
 from nvfp4_pallas.ops.pack import PackRequest, resolve_pack
 
 TARGETS = ("sm_90", "sm_100", "sm_120", "cpu")
-COMPILED = "triton_sm120"
 PHASES = tuple(dict.fromkeys(case.name.split("/")[0] for case in triton_cases.CASES)) + (
   "append",
   "pack",
 )
 WIDTH = 100
+FP4 = ("OMMA", "UTCOMMA")  # opcodes of block-scaled FP4 products
 
 
 def main(argv: list[str]) -> int:
@@ -43,8 +46,8 @@ def main(argv: list[str]) -> int:
   parser.add_argument("--phase", nargs="+", choices=PHASES, default=PHASES, metavar="PHASE")
   parser.add_argument("--no-compile", action="store_true", help="resolve only")
   options = parser.parse_args(argv)
-  compiles = options.target == triton_cases.TARGET and not options.no_compile
-  print(title(options.target, compiles))
+  compilers = {} if options.no_compile else COMPILERS
+  print(title(options.target, options.no_compile))
   good = True
   for case in triton_cases.CASES:
     if case.name.split("/")[0] not in options.phase:
@@ -52,9 +55,9 @@ def main(argv: list[str]) -> int:
     with use_target(Target(options.target)):
       resolved = case.resolve()
     print("\n" + describe(case, resolved), flush=True)
-    if compiles and resolved.implementation == COMPILED:
+    if resolved.implementation in compilers:
       try:
-        lines, ok = instructions(case)
+        lines, ok = compilers[resolved.implementation](case)
       except MissingError as error:
         print(f"{error}\n`--no-compile` leaves the instructions out", file=sys.stderr)
         return 1
@@ -69,14 +72,18 @@ def main(argv: list[str]) -> int:
   return 0 if good else 1
 
 
-def title(target: str, compiles: bool) -> str:
-  if not compiles:
+def title(target: str, resolved_only: bool) -> str:
+  if resolved_only:
     return f"{target}: who runs what, as resolved; nothing was compiled or run"
-  triton, through = (importlib.metadata.version(name) for name in ("triton", "jax-triton"))
-  return (
-    f"{target}: who runs what, compiled by Triton {triton} through jax-triton {through}; "
-    "nothing was run"
-  )
+  versions = [f"{name} {_version(name)}" for name in ("jax", "jax-triton", "triton")]
+  return f"{target}: who runs what, by {', '.join(versions)}; nothing was run"
+
+
+def _version(package: str) -> str:
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:
+    return "(missing)"
 
 
 def describe(case: Case, resolved: Resolved) -> str:
@@ -95,18 +102,40 @@ def said(what: str, resolved: Resolved) -> str:
   return f"{what}: {resolved.implementation}\n{because}"
 
 
-def instructions(case: Case) -> tuple[str, bool]:
+def by_triton(case: Case) -> tuple[str, bool]:
   """What a case's machine code multiplies with, and whether it is what it should be."""
   report = triton_aot.compile_case(case)
-  verdict = triton_aot.verdict(case, report)
-  fp4, bf16 = (report.products[op] for op in (triton_aot.FP4_OPCODE, triton_aot.BF16_OPCODE))
-  lines = [f"Q K^T       {fp4} x {triton_aot.FP4_OPCODE}, K's codes as they are stored"] * (fp4 > 0)
-  who = "P V       " if fp4 else "Q K^T, P V"
-  lines += [f"{who}  {bf16} x {triton_aot.BF16_OPCODE}"]
-  lines += [
+  return instructions(report.products, report, report.code, triton_aot.verdict(case, report))
+
+
+def by_mosaic(case: Case) -> tuple[str, bool]:
+  name = "sm100/" + case.name.replace("/", "_")
+  compiled = next((c for c in aot_cases.CASES if c.name == name), None)
+  if compiled is None:
+    return "  not among what is compiled here", True
+  report = aot.compile_case(compiled)
+  (kernel,) = report.kernels
+  products, verdict = kernel.code.with_modifiers(*TENSOR_CORE_OPS), aot.verdict(compiled, report)
+  if not any(op.startswith(FP4) for op in products):
+    verdict = f"FAIL products are {dict(products)}"
+  return instructions(products, report, kernel.code, verdict)
+
+
+COMPILERS = {"triton_sm120": by_triton, "mosaic_sm100": by_mosaic}
+
+
+def instructions(products: Mapping[str, int], report: Any, code: Code, verdict: str):
+  """(lines to print, whether all is well)."""
+  fp4 = any(op.startswith(FP4) for op in products)
+  lines = []
+  for op, count in products.items():
+    who = "Q K^T, P V" if not fp4 else "Q K^T     " if op.startswith(FP4) else "P V       "
+    as_stored = ", K's codes as they are stored" if op.startswith(FP4) else ""
+    lines.append(f"{who}  {count} x {op}{as_stored}")
+  lines.append(
     f"{report.registers} registers, {report.spills} bytes spilled, {report.smem} bytes of shared "
-    f"memory, {report.code.count().total()} instructions; {verdict}"
-  ]
+    f"memory, {code.count().total()} instructions; {verdict}"
+  )
   return "\n".join("  " + line for line in lines), verdict == "ok"
 
 

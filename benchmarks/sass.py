@@ -50,6 +50,13 @@ class Code:
     del counts["NOP"]
     return counts
 
+  def with_modifiers(self, *ops: str) -> collections.Counter[str]:
+    """These opcodes by all that stands before their operands: `HMMA.16816.F32.BF16`."""
+    named = zip(self.ops, self.operands, strict=True)
+    return collections.Counter(
+      op + rest.partition(" ")[0].rstrip(";") for op, rest in named if op in ops
+    )
+
   def inner_loop(self) -> collections.Counter[str] | None:
     """Of the shortest loop that has all tensor core instructions in it, rare branches included."""
     mma = [i for i, op in enumerate(self.ops) if op in TENSOR_CORE_OPS]

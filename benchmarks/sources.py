@@ -24,6 +24,7 @@ LAUNCHERS = {
   "kv_append": "append_mosaic_sm90",
   "nvfp4_pack": "pack_mosaic_sm90",
   "nvfp4_unpack": "pack_mosaic_sm90",
+  "sm100_": "attention_mosaic_sm100",
   "triton_": "attention_triton_sm120",
 }
 

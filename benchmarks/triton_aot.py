@@ -2,7 +2,7 @@
 
 What jax-triton puts into a JAX program is PTX. It is lowered here as it would be on such a device,
 and then assembled, so that tests and people see which instructions run. It needs what `aot` needs,
-and jax-triton.
+with a ptxas that knows PTX 8.7 (CUDA 12.8; Triton's wheel has one), and jax-triton.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import functools
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 
-from benchmarks.aot import DEFAULT_CACHE, ROOT, TIMEOUT_S, AotError, _find_plugin, _find_tool
+from benchmarks.aot import DEFAULT_CACHE, AotError, _find_plugin, assemble, run
 from benchmarks.sass import TENSOR_CORE_OPS, Code
 from benchmarks.triton_cases import MAX_REGISTERS, SMEM_BYTES, Case
 
@@ -36,7 +35,6 @@ class TritonReport:
     registers: of a thread.
     spills: bytes of spill stores and loads.
     smem: bytes of shared memory.
-    assembler: the version of the ptxas that took it.
   """
 
   ptx: str
@@ -44,7 +42,6 @@ class TritonReport:
   registers: int
   spills: int
   smem: int
-  assembler: str
 
   @functools.cached_property
   def code(self) -> Code:
@@ -53,10 +50,7 @@ class TritonReport:
   @property
   def products(self) -> collections.Counter[str]:
     """Tensor core instructions in machine code, with their modifiers."""
-    ops = zip(self.code.ops, self.code.operands, strict=True)
-    pattern = re.compile(r"[.\w]*")
-    named = (op + pattern.match(rest)[0] for op, rest in ops if op in TENSOR_CORE_OPS)
-    return collections.Counter(named)
+    return self.code.with_modifiers(*TENSOR_CORE_OPS)
 
 
 def compile_case(case: Case, cache: pathlib.Path = DEFAULT_CACHE) -> TritonReport:
@@ -67,48 +61,25 @@ def compile_case(case: Case, cache: pathlib.Path = DEFAULT_CACHE) -> TritonRepor
     AotError: the case does not compile (message: the last lines of the compiler).
   """
   plugin, _ = _find_plugin(cache)
-  tools = {tool: _find_tool(tool) for tool in ("ptxas", "nvdisasm")}
   with tempfile.TemporaryDirectory(prefix="triton-aot-") as temporary:
-    dumps = pathlib.Path(temporary, "dumps")
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_TRITON_DUMP_DIR": str(dumps)}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_TRITON_DUMP_DIR": temporary}
     environment.pop("TRITON_INTERPRET", None)
-    plugin_root = plugin.parent.parent.parent
-    _run(
-      (sys.executable, "-m", "benchmarks.triton_target", case.name, str(plugin_root)),
-      f"{case.name} does not compile",
-      env=environment,
-    )
-    kernels = list(dumps.glob("*/*.ptx"))
+    command = (sys.executable, "-m", "benchmarks.triton_target", case.name, str(plugin.parents[2]))
+    run(command, f"{case.name} does not compile", env=environment)
+    kernels = list(pathlib.Path(temporary).glob("*/*.ptx"))
     if len(kernels) != 1:
       raise AotError(f"{case.name} holds {len(kernels)} Triton kernels, not one")
     (kernel,) = kernels
-    cubin = pathlib.Path(temporary, "kernel.cubin")
-    ptx = kernel.read_text()
-    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
-    report = _run(
-      (tools["ptxas"], "-v", f"-arch={target}", str(kernel), "-o", str(cubin)),
-      f"{tools['ptxas']} does not take the PTX of {case.name} (it must know PTX 8.7, CUDA 12.8)",
-    )
+    report, sass = assemble(kernel)
     smem = re.search(r"shared_mem_bytes: *(\d+)", kernel.with_suffix(".compile_info").read_text())
+    assert smem is not None
     return TritonReport(
-      ptx=ptx,
-      sass=_run((tools["nvdisasm"], "-c", str(cubin)), "nvdisasm failed"),
+      ptx=kernel.read_text(),
+      sass=sass,
       registers=sum(map(int, re.findall(r"Used (\d+) registers", report))),
       spills=sum(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report))),
       smem=int(smem[1]),
-      assembler=re.search(r"release ([\d.]+)", _run((tools["ptxas"], "--version"), "ptxas"))[1],
     )
-
-
-def _run(command, failure: str, **options) -> str:
-  """What it printed."""
-  done = subprocess.run(
-    command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, **options
-  )
-  if done.returncode:
-    last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
-    raise AotError(f"{failure}:\n{last}")
-  return done.stdout + done.stderr
 
 
 def verdict(case: Case, report: TritonReport) -> str:

@@ -103,7 +103,7 @@ WIDE: dict[str, dict[str, Any]] = {
 CASES = (
   Case("prefill/a4q", "nvfp4_a4q"),
   Case("prefill/a4q_1_level", "nvfp4_a4q", q_levels=1),
-  Case("prefill/a4q_64_window", "nvfp4_a4q", head_dim=64, window=300),
+  Case("prefill/a4q_64_window", "nvfp4_a4q", q_levels=1, head_dim=64, window=300),
   Case("prefill/dequant", "nvfp4_dequant"),
   Case("prefill/repack", "nvfp4_repack"),
   Case("prefill/fp8", **WIDE["fp8"]),

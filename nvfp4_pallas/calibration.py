@@ -185,7 +185,7 @@ def merge(first: KVStatistics, second: KVStatistics) -> KVStatistics:
     )
   means = first.k_mean, second.k_mean
   if None not in means and not any(isinstance(mean, Tracer) for mean in means):
-    if not np.array_equal(*map(np.asarray, means)):
+    if not np.array_equal(np.asarray(means[0]), np.asarray(means[1])):
       raise ValueError("first and second must have the same k_mean, got two different ones")
   return dataclasses.replace(
     first,

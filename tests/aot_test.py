@@ -55,6 +55,8 @@ class CompileTest(TestCase):
         self.assertNotRegex(report.hlo, r" (fusion|convert)\(")
         self.assertEqual(re.findall(r"= (\S+) copy\(", report.hlo), ["s32[1]{0}"])
       self.check_products(case.name, report.ops)
+    if kernel == "sm100":
+      self.check_fp4(case.name, report)
     if case.donate:
       hlo = report.hlo
       if case.name.startswith("append/recent"):
@@ -75,6 +77,17 @@ class CompileTest(TestCase):
       self.assertEqual(ops["HGMMA"], products[1])
     else:
       self.assertEqual(ops["HGMMA"], sum(products))
+
+  def check_fp4(self, name, report):
+    """Of a key tile: S by FP4 products, 64 columns each, O by BF16 ones, 16 keys of a half each."""
+    levels, k_dim = (1, 64) if "64" in name else (2, 128)
+    wanted = {"UTCOMMA.4X": levels * k_dim // 64, "UTCHMMA": 2 * 128 // 16}
+    (kernel,) = report.kernels
+    self.assertEqual(kernel.code.with_modifiers("UTCOMMA", "UTCHMMA"), wanted)
+    product = "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.scale_vec::4X"
+    self.assertEqual(kernel.ptx.count(product), wanted["UTCOMMA.4X"])
+    self.assertEqual(kernel.ptx.count("tcgen05.mma."), sum(wanted.values()))
+    self.assertNotIn("e2m1x2", kernel.ptx)  # nothing converts E2M1
 
   def check_in_place(self, hlo, by_kernel):
     self.assertIn("input_output_alias=", hlo)

@@ -17,6 +17,7 @@ class DispatchTest(TestCase):
 
   @parameterized.parameters(
     ("sm_120", "triton_sm120", "xla"),
+    ("sm_100", "mosaic_sm100", "xla"),
     ("sm_90", "mosaic_sm90", "mosaic_sm90"),
     ("cpu", "xla", "xla"),
   )
@@ -38,7 +39,7 @@ class DispatchTest(TestCase):
     ops = ops or {triton_aot.FP4_OPCODE: wanted["OMMA"], triton_aot.BF16_OPCODE: wanted["HMMA"]}
     line = "        /*0010*/                   {} R8, R4, R6, R8 ;\n"
     sass = "".join(line.format(op) * count for op, count in ops.items())
-    report = triton_aot.TritonReport("", sass, 100, 0, 1024, "13.0")
+    report = triton_aot.TritonReport("", sass, 100, 0, 1024)
     with (
       mock.patch.object(dispatch.triton_cases, "CASES", (case,)),
       mock.patch.object(triton_aot, "compile_case", return_value=report, side_effect=error),

@@ -5,7 +5,9 @@ nothing may be read (cases.build), and so does the kernel's output before.
 """
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -77,11 +79,10 @@ class AttentionTest(TestCase):
       (cases.MIXED, 1),
       (cases.MIXED, 2),
       (DENSE, 2),
-      (LONG, 1),
       *((case, 2) for case in cases.GQA if case.group in (5, 16)),
-      *((case, 2) for case in cases.PAGES if case.page_size in (16, 128)),
-      *((case, 1) for case in cases.HEAD_DIMS if case.name in ("dim_64_128", "dim_128_128")),
-      *((case, 2) for case in cases.MASKS if case.name in ("not_causal", "queries_past_keys")),
+      *((case, 2) for case in cases.PAGES if case.page_size == 128),
+      *((case, 1) for case in cases.HEAD_DIMS if case.name == "dim_64_128"),
+      *((case, 2) for case in cases.MASKS if case.name == "queries_past_keys"),
     )
   )
   def test_a4q(self, case, levels):
@@ -90,11 +91,10 @@ class AttentionTest(TestCase):
   @parameterized.named_parameters(
     (case.name, case)
     for case in (
-      DENSE,
-      *(case for case in cases.GQA if case.group in (1, 7)),
+      *(case for case in cases.GQA if case.group == 7),
       *(case for case in cases.PAGES if case.page_size in (32, 64)),
-      *(case for case in cases.MASKS if "window" in case.name),
-      *cases.SCORES,
+      *(case for case in cases.MASKS if case.name in ("window_1", "not_causal_window")),
+      *(case for case in cases.SCORES if case.name != "sm_scale"),
       dataclasses.replace(DENSE, name="dense_window", options=(("window", 90),)),
     )
   )
@@ -114,9 +114,8 @@ class AttentionTest(TestCase):
   def test_repack(self, ahead):
     self.check(cases.PAGES[0], "nvfp4_repack", ahead=ahead)
 
-  @parameterized.parameters("nvfp4_a4q", "nvfp4_dequant")
-  def test_splits(self, read_path):
-    self.check(LONG, read_path, num_splits=3)
+  def test_splits(self):
+    self.check(LONG, "nvfp4_a4q", num_splits=3)
 
   def test_decode(self):
     self.check(cases.decode_case(LONG), "nvfp4_a4q", 2, 0, num_splits=2, one_each=True)
@@ -165,6 +164,18 @@ class AttentionTest(TestCase):
     self.assertEqual(np.isnan(exact.lse).sum(), 15 * 2)
     np.testing.assert_array_equal(np.isnan(lse), np.isnan(exact.lse))
     np.testing.assert_array_equal(np.isnan(out), np.isnan(exact.out))
+
+  def test_what_a_window_has_left_behind_is_not_read(self):
+    """Pages before all windows may be somebody else's, and faulty."""
+    case = dataclasses.replace(LONG, q_lens=(1, 2, 1), options=(("window", 40),))
+    built, spec = cases.build(case), spec_of(case)
+    table, k, v = np.asarray(built.batch.page_table), built.cache.k, built.cache.v
+    for seq, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens, strict=True)):
+      for key in range(kv_len - q_len + 1 - 40):
+        place = table[seq, key // case.page_size], 0, key % case.page_size, key % 8
+        k, v = poisoned(k, place), poisoned(v, place)
+    cache = dataclasses.replace(built.cache, k=k, v=v)
+    self.check_close(*run(dataclasses.replace(built, cache=cache), spec), exact_of(built, spec))
 
   @parameterized.parameters(
     ({}, {}, None),
@@ -250,7 +261,7 @@ class FormatTest(TestCase):
     blocks = kernel_cases.hard_blocks(np.random.default_rng(0), 2048, 1.0, jnp.dtype("bfloat16"))
     x = blocks.reshape(256, 128)
     x = np.where(np.abs(x) < 2.0**-126, x.dtype.type(0), x)  # XLA on a CPU loses their signs
-    packed = nvfp4.encode(jnp.asarray(x), levels=2)
+    packed = jax.jit(functools.partial(nvfp4.encode, levels=2))(jnp.asarray(x))
     expected = packed, packed.residual
     codes, scales, codes_left, scales_left = self.encoded(x.astype(np.float32))
     for level, found in zip(expected, ((codes, scales), (codes_left, scales_left)), strict=True):

@@ -154,7 +154,7 @@ class OperationsTest(TestCase):
     self.check(nv.prefill, cases.build(LONG), sinks=sinks)
 
   @parameterized.parameters(
-    {}, {"num_splits": 3}, {"batch_invariant": True}, {"read_path": "nvfp4_dequant"}
+    {"num_splits": 3}, {"batch_invariant": True}, {"read_path": "nvfp4_dequant"}
   )
   def test_decode(self, **options):
     self.check(nv.decode, cases.build(cases.decode_case(LONG), padding_rows=0), **options)
@@ -168,10 +168,6 @@ class OperationsTest(TestCase):
     case = dataclasses.replace(cases.decode_case(LONG), page_size=16)
     built = cases.with_window(cases.build(case, padding_rows=0), 32)
     self.check(nv.decode, built, {"ring_ids": built.batch.ring_ids})
-
-  def test_repack_ahead(self):
-    with mock.patch("nvfp4_pallas.kernels.attention_triton_sm120.MIN_READERS", 0):
-      self.check(nv.prefill, cases.build(LONG), read_path="nvfp4_repack")
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ once for each level of Q. P V is a product in bfloat16 on every path, and so is 
 K widened once for all rows of a tile. `triton_attend.py` is the kernel; other files and what they
 hold: `triton_fp4.py` (the format), `triton_keys.py` (pages, tiles), `triton_launch.py`.
 
-    a tile of 128 rows and 64 keys, head_dim 128, for a warp of eight   products   instructions
-    nvfp4_a4q, 2 levels                                                 32 + 64    663
-    nvfp4_a4q, 1 level                                                  16 + 64    643
-    nvfp4_dequant                                                       64 + 64    705
-    bf16                                                                64 + 64    536
+    128 rows, 64 keys, head_dim 128: for each of eight warps    products    instructions
+    nvfp4_a4q, 2 levels                                         32 + 64     663
+    nvfp4_a4q, 1 level                                          16 + 64     643
+    nvfp4_dequant                                               64 + 64     703
+    fp8                                                         64 + 64     649
+    bf16                                                        64 + 64     536
 
-(Of whole tiles; FP4 products and BF16 ones. 194 to 255 registers, none spilled.) `nvfp4_repack`
+(Of tiles that all rows see, by Triton 3.9.0. 194 to 255 registers, none spilled.) `nvfp4_repack`
 makes BF16 pages of all that the page table names, and reads those.
 
 When V of a key is not finite (a faulty block), rows of the same query tile that do not see the key

@@ -216,9 +216,8 @@ def triton_attend(
       k_scale = next_k_scale
       v_scale = next_v_scale
 
-  empty = row_sum == 0.0
-  factor = tl.load(v_global + head) * unit(V_FORMAT) / tl.where(empty, 1.0, row_sum)
-  factor = tl.where(empty, 0.0, factor)[:, None]
+  sums = tl.where(row_sum == 0.0, 1.0, row_sum)  # of a row that sees no key, whose out is 0
+  factor = (tl.load(v_global + head) * unit(V_FORMAT) / sums)[:, None]
   first_of_split = split.to(tl.int64) * tokens * (HEADS * GROUP)
   first_row += first_of_split
   at = out + first_row * V_DIM + near[:, None] * V_DIM + first_half(V_FORMAT, V_DIM)[None, :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import re
@@ -69,7 +70,10 @@ def call(
   return run(*arrays)
 
 
-def check_installed(version: Callable[[str], str] = importlib.metadata.version) -> None:
+_version = functools.cache(importlib.metadata.version)
+
+
+def check_installed(version: Callable[[str], str] = _version) -> None:
   """Raises NotImplementedError where a package is missing or too old."""
   for package, oldest in PACKAGES.items():
     try:
