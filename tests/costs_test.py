@@ -135,7 +135,10 @@ class HeldOutTest(CostsTestCase):
     code, lines = self.run_costs(str(self.rows), "--judge")
     self.assertEqual(code, 0)
     self.assertEqual(lines[0], "exact, each shape left out: 7 of 8 choices within 5 % of the best")
-    self.assertIn("prefill 1/64/4096, heads 32/8/128: nvfp4_dequant, best nvfp4_repack", lines[1])
+    self.assertIn("prefill 1/64/4096, heads 32/8/128: nvfp4_dequant, best nvfp4_repack", lines[2])
+    # By the times above repack is slower below 128 queries, dequant from there on.
+    self.assertRegex(lines[1], r"^  always dequant 3, always repack [5-7]$")
+    self.assertRegex(lines[3], r"exact, at the edges too: \d+ of 12 choices")
 
   def test_other_heads_are_judged_by_the_table_s(self):
     """A model of a quarter of the heads, at times that follow from its heads."""

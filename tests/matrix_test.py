@@ -9,9 +9,10 @@ import pathlib
 import tempfile
 from unittest import mock
 
+import numpy as np
 from absl.testing import absltest, parameterized
 
-from benchmarks import attention_cases, cases, cli, matrix, peers, records
+from benchmarks import attention_cases, cases, cli, matrix, peers, records, storage_cases
 from benchmarks import workloads as w
 from benchmarks.trace import KernelTimes
 from benchmarks.turns import Timed
@@ -383,6 +384,19 @@ class MatrixTest(MatrixTestCase):
       self.assertIn("" if command == "small" else f"benchmarks {command} ", cli.__doc__)
 
 
+class StepBytesTest(TestCase):
+  """Two sequences, of which one gives up a page of 64 in the 8 steps."""
+
+  @parameterized.parameters(
+    (0, 2 * (100 + 10)),  # each new token read wide, written stored
+    (64, 2 * 2 * 100 + 64 // 8 * (100 + 10)),  # read and written wide; what leaves the window
+  )
+  def test_of_a_step(self, window, expected):
+    lens = np.array([128 + 60, 128 + 8])
+    found = storage_cases.step_bytes(lens, window, page_size=64, wide=100, stored=10.0)
+    self.assertEqual(found, expected)
+
+
 class SmallestTest(TestCase):
   """One workload for real, on this CPU."""
 
@@ -393,13 +407,15 @@ class SmallestTest(TestCase):
     some = [
       *cases._attention("decode", w.attention(2, 1, 128, geometry="small"), variants, ("xla",)),
       cases._append("append", "append", 64, "small", "xla", format="nvfp4", scale=1.0),
+      cases._append("levers", "step", 4, "small", "xla"),
     ]
     self.enter_context(mock.patch.object(cases, "default", lambda *_: some))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
       self.assertEqual(matrix.main(["--out", str(out)]), 0)
     self.assertIn("No time here may stand beside a GPU's", printed.getvalue())
-    dequant, a8q, append = records.read(out)
+    dequant, a8q, append, step = records.read(out)
+    self.assertEqual(step["bytes"], 4 * 2 * (2 * 2 * 128 + 2 * 72))
     for row in (dequant, a8q):
       self.assertEqual((row["timer"], row["us_count"], row["floor_us"]), ("wall", 8, None))
       self.assertEqual(row["bytes_per_token"], 2 * 2 * 72)
