@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from benchmarks import split
 from benchmarks.measured import COLUMNS, NVFP4, Run, Shape, is_emulated, is_stale, ratio
+from benchmarks.text_table import number
 from benchmarks.workloads import PAGE_SIZE
 
 GEOMETRY = "8b"
@@ -145,7 +146,7 @@ def kernels(run: Run, path: pathlib.Path) -> bool:
       for kernel, us in costs.items():
         panel.barh(-y, 100 * us / total, left=left, color=colours[_kind(kernel)])
         left += 100 * us / total
-      panel.text(left + 0.5, -y, f"{median:.4g} us", va="center", fontsize=7)
+      panel.text(left + 0.5, -y, f"{number(median)} us", va="center", fontsize=7)
     panel.set_yticks([-y for y in range(len(some))], [label for label, *_ in some], fontsize=7)
     panel.set_xlabel("% of the slowest path at the shape")
     panel.set_xlim(0, 118)

@@ -395,7 +395,7 @@ class PlotTest(ReportTestCase):
     self.assertLen(widths, 2 * 6)
     self.assertEqual(set(widths), {75.0, 25.0})
     said = [text.get_text() for text in panel.texts]
-    self.assertEqual(said, ["5 us", "2.5 us", "2 us", "20 us", "10 us", "8 us"])
+    self.assertEqual(said, ["5.00 us", "2.50 us", "2.00 us", "20.0 us", "10.0 us", "8.00 us"])
 
   def test_many_kernels_are_in_columns(self):
     """Nothing is taller than a screen is."""
