@@ -48,6 +48,7 @@ class Case:
     kind: `attention`, `append`, `step` (an append by a batch), `pack`, or a name of PEERS.
     variant: of attention.
     options: of the kind's `prepare`, beside those that all have.
+    of_any_batch: whether the batch was asked for, instead of the shape's own.
   """
 
   part: str
@@ -56,6 +57,7 @@ class Case:
   implementation: str
   variant: Variant | None = None
   options: tuple[tuple[str, Any], ...] = ()
+  of_any_batch: bool = False
 
   @property
   def fields(self) -> dict[str, Any]:
@@ -93,7 +95,8 @@ class Case:
         fields["data"] = "a step of a batch"
     if self.kind in PEERS:
       fields |= PEERS[self.kind].fields(work)
-    fields["varied"] = _varied(work, options) or None
+    asked = {"batch": work.batch} if self.of_any_batch else {}
+    fields["varied"] = asked | _varied(work, options) or None
     return fields
 
 

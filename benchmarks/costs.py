@@ -3,7 +3,8 @@
 Rows are files that `python3 -m benchmarks matrix` wrote, by default the committed ones; those of
 other kernel sources than these are left out. With --record they are taken first, on this machine's
 GPU: one command for a table of one's own card. --judge says how good choices are at shapes that the
-table does not know: each of its own left out in turn, and those of other heads.
+table does not know: each of its own left out in turn, those between others and then all, and those
+of other heads; beside them what always taking one path would give.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import argparse
 import pathlib
 from collections.abc import Iterable
+
+import jax
 
 from benchmarks import held_out, measured
 from benchmarks.records import read
@@ -49,6 +52,9 @@ def main(argv: list[str]) -> int:
       rows += read(path)
     except (OSError, ValueError) as error:
       parser.error(str(error))
+  if options.record:  # the file may have rows of other devices
+    device = jax.devices()[0].device_kind
+    rows = [row for row in rows if row["device"] == device]
   if not options.stale:
     rows = [row for row in rows if not measured.is_stale(row)]
   try:

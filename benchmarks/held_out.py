@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 
 from nvfp4_pallas.policy import EXACT_PATHS, PHASES, Cost, CostTable, Geometry, choose_read_path
 
 NVFP4 = ("nvfp4", "nvfp4")
 TOLERANCE = 1.05  # of the best measured time
+BASELINES = ("nvfp4_dequant", "nvfp4_repack")
 LISTED = 8  # of the worst
 ALLOWED = {"exact": EXACT_PATHS, "with a8q": (*EXACT_PATHS, "nvfp4_a8q")}
 Place = tuple[str, Geometry, tuple[int, int, int]]  # phase, heads, (batch, q_len, kv_len)
@@ -20,6 +22,7 @@ class Judgement:
 
   Attributes:
     loss: the chosen path's measured time over the best one's.
+    always: the same of paths that one could always take, those of BASELINES that were timed.
   """
 
   phase: str
@@ -28,6 +31,7 @@ class Judgement:
   chosen: str
   best: str
   loss: float
+  always: dict[str, float]
 
   @property
   def said(self) -> str:
@@ -45,13 +49,19 @@ def times(rows: Iterable[Cost], allowed: tuple[str, ...]) -> dict[Place, dict[st
   return found
 
 
-def left_out(table: CostTable, allowed: tuple[str, ...]) -> Iterator[Judgement]:
-  """Of each shape between others, chosen from the table without it."""
+def left_out(
+  table: CostTable, allowed: tuple[str, ...], *, everywhere: bool = False
+) -> Iterator[Judgement]:
+  """Of each shape between others, chosen from the table without it.
+
+  Args:
+    everywhere: also of those at the table's edges, which the rest must be extrapolated to.
+  """
   known = times(table.rows, allowed)
   for phase in PHASES:
     shapes = [place[2] for place in known if place[0] == phase]
     for place in known:
-      if place[0] == phase and is_interior(place[2], shapes):
+      if place[0] == phase and (everywhere or is_interior(place[2], shapes)):
         rest = tuple(row for row in table.rows if row.shape != place[2])
         judged = _judge(place, known[place], dataclasses.replace(table, rows=rest), allowed)
         if judged is not None:
@@ -87,20 +97,28 @@ def _judge(place: Place, of: dict[str, float], table: CostTable, allowed) -> Jud
   if chosen not in of:
     return None
   best = min(of, key=lambda path: of[path])
-  return Judgement(phase, geometry, place[2], chosen, best, of[chosen] / of[best])
+  always = {path: of[path] / of[best] for path in BASELINES if path in of}
+  return Judgement(phase, geometry, place[2], chosen, best, of[chosen] / of[best], always)
 
 
 def lines(table: CostTable, others: Iterable[Cost]) -> list[str]:
-  """For people: how many choices are within TOLERANCE, and the worst."""
+  """For people: how many choices are within TOLERANCE, of policy.py and of none; the worst."""
   said, others = [], list(others)
   for name, allowed in ALLOWED.items():
     for what, judged in (
       ("each shape left out", list(left_out(table, allowed))),
+      ("at the edges too", list(left_out(table, allowed, everywhere=True))),
       ("other heads", list(unknown(table, others, allowed))),
     ):
       good = sum(one.loss <= TOLERANCE for one in judged)
       percent = round(100 * (TOLERANCE - 1))
       said.append(f"{name}, {what}: {good} of {len(judged)} choices within {percent} % of the best")
+      counts = (
+        f"always {path.removeprefix('nvfp4_')} {sum(loss <= TOLERANCE for loss in losses)}"
+        for path in BASELINES
+        if (losses := [one.always.get(path, math.inf) for one in judged])
+      )
+      said.append(f"  {', '.join(counts)}")
       worst = sorted(judged, key=lambda one: -one.loss)[:LISTED]
       said += [f"  {one.said}" for one in worst if one.loss > TOLERANCE]
   return said

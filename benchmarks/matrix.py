@@ -2,14 +2,16 @@
 
 On a GPU: device times by trace, all kernels of a call summed, over memory that the L2 cache cannot
 hold, in one run with the device's copy bandwidth and with what others take for the same work. A
-whole run takes about 10 minutes of an H200, or by part, in seconds: {seconds}. On a CPU: small
-shapes by the definition, with wall times that say nothing about a GPU's.
+whole run takes about {minutes} minutes of an H200, or by part, in seconds: {seconds}. On a CPU:
+small shapes by the definition, with wall times that say nothing about a GPU's.
 
 A pair of a shape and a read path that cannot run is a row with the reason, one that fails a row
-with its error, and the run goes on; the exit code is 1 if anything failed. Rows are written as they
-come. A run that was cut short goes on with --resume: rows are kept that are of this device and of
-these kernels. --batch, --page-size, --layout and --geometry change all shapes of attention; the
-rows say in `varied` what is not as usual.
+with its error, and the run goes on; the exit code is 1 if anything failed, 2 if nothing was begun,
+130 after Ctrl-C. Rows are written as they come, into a file that has none yet unless --overwrite or
+--resume is given. A run that was cut short goes on with --resume: what this device, these
+kernels and this JAX have timed is not timed again, and rows of others stay in the file. --batch,
+--page-size, --layout and --geometry change all shapes of attention; the rows say in `varied` what
+is not as usual.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import jax.numpy as jnp
 from benchmarks import attention_cases, cases, measured, peers, records, report, storage_cases
 from benchmarks.attention_cases import Shared
 from benchmarks.cases import Case
+from benchmarks.matrix_file import Found, Out
 from benchmarks.pages import (
   ROTATED_BYTES,
   Pools,
@@ -42,20 +45,20 @@ from benchmarks.pages import (
   tables_for,
 )
 from benchmarks.records import Row
-from benchmarks.sources import kernel_hash
 from benchmarks.table import WIDTH
 from benchmarks.trace import KernelTimes, kernel_times, wall_times
 from benchmarks.turns import Timed, in_turns
 from benchmarks.workloads import ATTENTION, heads_of
-from nvfp4_pallas.cache import LAYOUT
-from nvfp4_pallas.dispatch import current_target
+from nvfp4_pallas.cache import LAYOUT, check_page_size
+from nvfp4_pallas.dispatch import IMPLEMENTATIONS, current_target
 from nvfp4_pallas.policy import Geometry
 from nvfp4_pallas.read_paths import READ_PATHS
 
 # What a case takes on an H200, most of it compilation, and the pages of a geometry and page size.
-CASE_SECONDS, POOL_SECONDS = 1.1, 6.0
+CASE_SECONDS, POOL_SECONDS = 0.75, 2.0
 QUICK = ("mosaic_sm100", "triton_sm120", "flashinfer")  # only say there that they cannot run
 OUT = pathlib.Path("out/matrix.jsonl")
+INTERRUPTED = 130  # the exit code, as a shell has it
 
 
 def main(argv: list[str]) -> int:
@@ -64,34 +67,49 @@ def main(argv: list[str]) -> int:
   on_gpu = architecture.startswith("sm_")
   small = options.size == "small" or (options.size is None and not on_gpu)
   device = cases.Device(architecture, small)
-  chosen = _chosen(cases.default(device, tuple(options.implementations)), options)
+  known = cases.default(device, tuple(options.implementations))
+  chosen = _chosen(known, options)
+  left_out = [part for part in options.parts if part not in {case.part for case in known}]
   if not chosen:
-    print("no case is left of what was asked for", file=sys.stderr)
+    print(
+      "\n".join(["no case is left of what was asked for", *_not_here(left_out)]), file=sys.stderr
+    )
     return 2
   if options.list:
     print("\n".join(_listed(chosen)))
     return 0
-  kept = _kept(options.out, jax.devices()[0].device_kind) if options.resume else []
-  done = {cases.key(row) for row in kept}
+  try:
+    found = _found(options)
+  except ValueError as error:
+    print(error, file=sys.stderr)
+    return 2
+  done = found.done()
   left = [case for case in chosen if cases.key(case.fields) not in done]
-  with _Out(options.out, kept, options.revision) as out:
+  with Out(options.out, found.staying(left), options.revision) as out:
     run = _Run(out, left, on_gpu, options.seconds)
+    if found.cut:
+      run.say(f"the last line of {options.out} was half written, it is left out")
     run.say(f"{len(chosen)} cases, {len(chosen) - len(left)} of them kept, on {_device_name()}")
-    run.all()
+    try:
+      run.all()
+    except KeyboardInterrupt:
+      print(f"\ninterrupted: {options.out} has the rows so far, the same with --resume goes on")
+      return INTERRUPTED
   for measured_run in measured.runs([options.out]):
     print("\n".join(report.terminal(measured_run)))
-  print("\n".join(summary(records.read(options.out), run, options.out)))
+  print("\n".join(summary(records.read(options.out), run, options.out, left_out)))
   return 1 if run.failures else 0
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
   parser = argparse.ArgumentParser(
     prog="python3 -m benchmarks matrix",
-    description=__doc__.format(seconds=_seconds_by_part()),
+    description=__doc__.format(minutes=_minutes(), seconds=_seconds_by_part()),
   )
   add = parser.add_argument
   add("--out", type=pathlib.Path, default=OUT, metavar="FILE.jsonl")
-  add("--resume", action="store_true", help="keep the current rows of FILE, run the rest")
+  add("--resume", action="store_true", help="keep the rows of FILE, run what they lack")
+  add("--overwrite", action="store_true", help="lose the rows of FILE")
   add("--seconds", type=float, help="start nothing after so many")
   add("--parts", nargs="+", choices=cases.PARTS, default=cases.PARTS)
   add("--paths", nargs="+", choices=READ_PATHS, help="of attention, these alone")
@@ -105,12 +123,35 @@ def _parse(argv: list[str]) -> argparse.Namespace:
   add("--revision", help="of rows from a machine without a checkout")
   add("--list", action="store_true", help="the cases and what they would take; runs nothing")
   options = parser.parse_args(argv)
-  if options.geometry:
-    try:
-      heads_of(options.geometry)
-    except (TypeError, ValueError) as error:
-      parser.error(f"--geometry {options.geometry}: {error}")
+  try:
+    _check(options)
+  except ValueError as error:
+    parser.error(str(error))
   return options
+
+
+def _check(options: argparse.Namespace) -> None:
+  if options.resume and options.overwrite:
+    raise ValueError("--resume and --overwrite must not both be given")
+  if options.batch is not None and options.batch < 1:
+    raise ValueError(f"batch must be at least 1, got {options.batch}")
+  if options.page_size is not None:
+    check_page_size(options.page_size)
+  for name in options.implementations:
+    if name not in IMPLEMENTATIONS:
+      raise ValueError(f"implementations must be of {', '.join(IMPLEMENTATIONS)}, got {name}")
+  if options.geometry is not None:
+    heads_of(options.geometry)
+
+
+def _found(options: argparse.Namespace) -> Found:
+  """Of the file of rows; ValueError where it must not or cannot be gone on with."""
+  path = options.out
+  if options.resume:
+    return Found.of(path)
+  if path.exists() and path.stat().st_size and not options.overwrite:
+    raise ValueError(f"{path} has rows: --resume goes on with them, --overwrite loses them")
+  return Found()
 
 
 def _chosen(all_cases: list[Case], options: argparse.Namespace) -> list[Case]:
@@ -123,7 +164,8 @@ def _chosen(all_cases: list[Case], options: argparse.Namespace) -> list[Case]:
   def changed(case: Case) -> Case:
     if case.workload.phase not in ATTENTION:
       return case
-    return dataclasses.replace(case, workload=dataclasses.replace(case.workload, **changes))
+    workload = dataclasses.replace(case.workload, **changes)
+    return dataclasses.replace(case, workload=workload, of_any_batch="batch" in changes)
 
   def wanted(case: Case) -> bool:
     path = case.variant and case.variant.read_path
@@ -134,19 +176,6 @@ def _chosen(all_cases: list[Case], options: argparse.Namespace) -> list[Case]:
     )
 
   return cases.once(changed(case) for case in all_cases if wanted(case))
-
-
-def _kept(path: pathlib.Path, device: str) -> list[dict]:
-  """Rows of a file that need not be taken again."""
-  if not path.exists():
-    return []
-  return [
-    row
-    for row in records.read(path)
-    if row["device"] == device
-    and not row["error"]
-    and row["kernel_hash"] == kernel_hash(row["kernel_names"])
-  ]
 
 
 def _listed(chosen: list[Case]) -> list[str]:
@@ -180,33 +209,13 @@ def _estimate(chosen: list[Case]) -> float:
   return CASE_SECONDS * len(timed) + POOL_SECONDS * len(pools)
 
 
+def _minutes() -> int:
+  return round(_estimate(cases.default(cases.Device("sm_90", small=False))) / 60)
+
+
 def _seconds_by_part() -> str:
   all_cases = cases.default(cases.Device("sm_90", small=False))
   return ", ".join(f"{part} {seconds:.0f}" for part, _, seconds in _by_part(all_cases))
-
-
-class _Out:
-  """The file of rows; each is in it as soon as it is known."""
-
-  def __init__(self, path: pathlib.Path, kept: list[dict], revision: str | None):
-    self._path, self._kept, self._revision = path, kept, revision
-
-  def __enter__(self) -> _Out:
-    self._path.parent.mkdir(parents=True, exist_ok=True)
-    kept = "".join(map(records.line_of, self._kept))
-    self._file = self._path.open("w")
-    self._file.write(kept)
-    self._file.flush()
-    return self
-
-  def __exit__(self, *error) -> None:
-    self._file.close()
-
-  def write(self, row: Row) -> None:
-    if self._revision:
-      row = dataclasses.replace(row, git_revision=self._revision)
-    self._file.write(records.line(row))
-    self._file.flush()
 
 
 class _Run:
@@ -215,9 +224,10 @@ class _Run:
   Attributes:
     failures: one line each.
     left: cases not started, for lack of time.
+    count: cases that are ready to be timed, or were.
   """
 
-  def __init__(self, out: _Out, left: list[Case], on_gpu: bool, seconds: float | None):
+  def __init__(self, out: Out, left: list[Case], on_gpu: bool, seconds: float | None):
     self.failures: list[str] = []
     self.left = 0
     self.count = 0
@@ -245,7 +255,6 @@ class _Run:
         self.left += len(some)
         continue
       self._workload(work, some)
-      self.count += len(some)
       self._drop_pools()
 
   def _copy_bandwidth(self) -> float:
@@ -264,8 +273,10 @@ class _Run:
     for row, result in zip(rows, results, strict=True):
       if isinstance(result, Exception):
         result = _row_of_failure(row, result)
-        if result.error:
-          self.failures.append(f"{describe(result)}")
+      elif not records.is_finite(result):
+        result = row(error=records.NOT_FINITE, kernel_names=result.kernel_names)
+      if result.error:
+        self.failures.append(describe(result))
       result = dataclasses.replace(result, seconds=seconds)
       self._out.write(result)
       if result.error or result.us_median is not None:  # the summary names the rest
@@ -274,15 +285,19 @@ class _Run:
       gc.collect()  # what an error's traceback holds, device memory too
 
   def _prepare(self, work, some: list[Case], rows: list[functools.partial]) -> list:
-    if work.phase not in ATTENTION:
-      return [
-        functools.partial(_storage, case, row, self._copy_rate)
-        for case, row in zip(some, rows, strict=True)
-      ]
     shared = functools.cache(lambda: self._shared(work))
-    return [
-      functools.partial(_attention, case, shared, row) for case, row in zip(some, rows, strict=True)
-    ]
+
+    def prepare(case: Case, row: functools.partial) -> Timed:
+      try:
+        if work.phase not in ATTENTION:
+          return _storage(case, row, self._copy_rate)
+        return _attention(case, shared, row)
+      finally:
+        self.count += 1
+        if case.implementation not in QUICK:
+          self.say(f"  prepared {case.fields['read_path'] or case.kind} {case.implementation}")
+
+    return [functools.partial(prepare, *of) for of in zip(some, rows, strict=True)]
 
   def _shared(self, work) -> Shared:
     pools = self._pools_of(work)
@@ -397,9 +412,14 @@ def describe(row: Row) -> str:
   return f"{who}: {row.us_median:.1f} us{share}{error}"
 
 
-def summary(rows: list[dict], run: _Run, path: pathlib.Path) -> list[str]:
-  """What is measured; what is not, and why, the report's last table says."""
-  by_timer = collections.Counter(row["timer"] for row in rows if row["us_median"] is not None)
+def summary(rows: list[dict], run: _Run, path: pathlib.Path, left_out: list[str]) -> list[str]:
+  """What is measured; what is not, and why, the report's last table says.
+
+  Args:
+    left_out: parts without a case on this device.
+  """
+  here = [row for row in rows if row["device"] == _device_name()]
+  by_timer = collections.Counter(row["timer"] for row in here if row["us_median"] is not None)
   lines = [f"{path}: {len(rows)} rows, {by_timer.total()} of them timed."]
   if by_timer["trace"]:
     lines.append(f"Measured: device time of {by_timer['trace']} cases on {_device_name()}.")
@@ -409,10 +429,17 @@ def summary(rows: list[dict], run: _Run, path: pathlib.Path) -> list[str]:
       f"{_device_name()}. Not measured: how fast anything is. No time here may stand beside a "
       "GPU's."
     )
+  lines += _not_here(left_out)
   if run.left:
     lines.append(f"Not started for lack of time: {run.left} cases; --resume goes on.")
   wrapped = [part for line in lines for part in textwrap.wrap(line, WIDTH)]
   return wrapped + [f"FAILED: {failure}" for failure in run.failures]
+
+
+def _not_here(left_out: list[str]) -> list[str]:
+  if not left_out:
+    return []
+  return [f"Left out: {', '.join(left_out)}, which are of full shapes (--size full) alone."]
 
 
 def _device_name() -> str:

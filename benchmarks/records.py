@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 
-from benchmarks.sources import ROOT, kernel_hash
+from benchmarks.sources import ROOT, definition_hash, kernel_hash
 from benchmarks.workloads import attention
+from nvfp4_pallas.dispatch import IMPLEMENTATIONS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,8 @@ class Row:
     version: of the library that ran it, where that is a peer.
     seconds: of the host, that the case took in all.
     kernel_hash: of the sources of the kernels seen; empty where none is this package's.
+    definition_hash: of the sources that an implementation of this package has its numbers from,
+      where none of its kernels was seen.
   """
 
   phase: str
@@ -107,6 +110,7 @@ class Row:
   seconds: float | None = None
   git_revision: str = dataclasses.field(default_factory=lambda: git_revision())
   kernel_hash: str | None = None
+  definition_hash: str | None = None
   device: str = dataclasses.field(default_factory=lambda: jax.devices()[0].device_kind)
   jax_version: str = jax.__version__
   time: str = dataclasses.field(
@@ -116,6 +120,15 @@ class Row:
   def __post_init__(self):
     if self.kernel_hash is None:
       object.__setattr__(self, "kernel_hash", kernel_hash(self.kernel_names))
+    if self.definition_hash is None:
+      sources = definition_of(self.implementation, self.kernel_hash)
+      object.__setattr__(self, "definition_hash", sources)
+
+
+def definition_of(implementation: str, kernel_hash: str | None) -> str | None:
+  """A row's `definition_hash` by the sources of now."""
+  ours = implementation in IMPLEMENTATIONS
+  return definition_hash(implementation) if ours and not kernel_hash else None
 
 
 def q_quantisation(read_path: str, q_levels: int) -> dict:
@@ -141,6 +154,15 @@ def git_revision() -> str:
     return revision + ("+" if run(["git", "status", "--porcelain", "-uno"]).strip() else "")
   except (OSError, subprocess.CalledProcessError):
     return "unknown"
+
+
+NOT_FINITE = "output is not finite"
+
+
+def is_finite(row: Row) -> bool:
+  """Whether its output was, as far as it was judged."""
+  errors = row.kernel_error, row.format_error, row.q_error_ratio
+  return all(error is None or math.isfinite(error) for error in errors)
 
 
 def write(rows: list[Row], path: pathlib.Path) -> None:
@@ -180,8 +202,13 @@ def _finite(row: Row) -> dict:
 
 def read(path: pathlib.Path) -> list[dict]:
   """Rows with all fields; ValueError, which names the line, where one is none."""
+  return parse(path.read_text(encoding="utf-8"), path)
+
+
+def parse(lines: str, path: pathlib.Path) -> list[dict]:
+  """The same of the lines of that file."""
   rows = []
-  for number, text in enumerate(path.read_text().splitlines(), 1):
+  for number, text in enumerate(lines.splitlines(), 1):
     if text:
       try:
         rows.append(_as_now(_DEFAULTS | json.loads(text)))
@@ -191,7 +218,9 @@ def read(path: pathlib.Path) -> list[dict]:
 
 
 def _as_now(row: dict) -> dict:
-  """Rows of before the matrix had a phase of their own for its grid."""
+  """Rows of before the matrix had a phase of their own for its grid. TypeError without a phase."""
+  if row["phase"] is None:
+    raise TypeError("it has no phase")
   if row["phase"] == "sweep":
     lengths = row["batch"], row["q_len"], row["kv_len"]
     row |= {"phase": attention(*lengths).phase, "part": "grid"}

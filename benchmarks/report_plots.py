@@ -11,12 +11,14 @@ from collections.abc import Callable
 
 from benchmarks import split
 from benchmarks.measured import COLUMNS, NVFP4, Run, Shape, is_emulated, is_stale, ratio
+from benchmarks.text_table import number
 from benchmarks.workloads import PAGE_SIZE
 
 GEOMETRY = "8b"
 _COLOURS = dict(zip(COLUMNS, (f"C{i}" for i in (7, 0, 3, 1, 4, 6, 2, 5, 8, 9, 9, 9)), strict=True))
 _WIDTHS = {"dequant": 3.5}  # it is one kernel with repack where queries are few
 _PANELS = 4  # side by side
+_BAR_COLUMNS, _LEAST_BARS = 3, 20  # of `kernels`, and bars that make a column
 Shapes = dict[Shape, dict[str, dict]]
 
 
@@ -112,34 +114,45 @@ def limits(run: Run, path: pathlib.Path) -> bool:
 
 
 def kernels(run: Run, path: pathlib.Path) -> bool:
-  """What each kernel of a call costs, of shapes with a call of several."""
+  """What each kernel of a call costs, of shapes with a call of several.
+
+  A bar's number is the call's median; its parts are medians of each kernel's, whose sum may differ.
+  """
   bars = []
   for shape, of in _usual(run).items():
     named = [(name, split.costs(of[name])) for name in COLUMNS if name in of]
     if any(len(costs) > 1 for _, costs in named) and _in_matrix(of):
       total = max(sum(costs.values()) for _, costs in named) or 1.0
-      bars += [(f"{shape.lengths} {name}", costs, total) for name, costs in named if costs]
+      bars += [
+        (f"{shape.lengths} {name}", costs, total, of[name]["us_median"])
+        for name, costs in named
+        if costs
+      ]
   if not bars:
     return False
   from matplotlib import colormaps
   from matplotlib.figure import Figure
 
-  figure = Figure(figsize=(11, 1.5 + 0.22 * len(bars)), layout="constrained")
-  panel = figure.subplots()
-  names = list(dict.fromkeys(_kind(kernel) for _, costs, _ in bars for kernel in costs))
+  columns = min(_BAR_COLUMNS, -(-len(bars) // _LEAST_BARS))
+  rows = -(-len(bars) // columns)
+  figure = Figure(figsize=(3 + 5 * columns, 1.5 + 0.22 * rows), layout="constrained")
+  panels = figure.subplots(1, columns, squeeze=False)[0]
+  names = list(dict.fromkeys(_kind(kernel) for _, costs, *_ in bars for kernel in costs))
   colours = {name: colormaps["tab20"](i % 20) for i, name in enumerate(names)}
-  for y, (_, costs, total) in enumerate(bars):
-    left = 0.0
-    for kernel, us in costs.items():
-      panel.barh(-y, 100 * us / total, left=left, color=colours[_kind(kernel)])
-      left += 100 * us / total
-    panel.text(left + 0.5, -y, f"{sum(costs.values()):.4g} us", va="center", fontsize=7)
-  panel.set_yticks([-y for y in range(len(bars))], [label for label, _, _ in bars], fontsize=7)
-  panel.set_xlabel("% of the slowest path at the shape")
-  panel.set_xlim(0, 112)
-  panel.margins(y=0.01)
+  for i, panel in enumerate(panels):
+    some = bars[i * rows : (i + 1) * rows]
+    for y, (_, costs, total, median) in enumerate(some):
+      left = 0.0
+      for kernel, us in costs.items():
+        panel.barh(-y, 100 * us / total, left=left, color=colours[_kind(kernel)])
+        left += 100 * us / total
+      panel.text(left + 0.5, -y, f"{number(median)} us", va="center", fontsize=7)
+    panel.set_yticks([-y for y in range(len(some))], [label for label, *_ in some], fontsize=7)
+    panel.set_xlabel("% of the slowest path at the shape")
+    panel.set_xlim(0, 118)
+    panel.set_ylim(0.6 - rows, 0.6)
   for name, colour in colours.items():
-    panel.barh(0, 0, color=colour, label=name)
+    panels[0].barh(0, 0, color=colour, label=name)
   figure.suptitle(f"{run.heading}\nkernels of a call")
   figure.legend(loc="outside lower center", ncols=5, fontsize=8)
   figure.savefig(path)

@@ -69,7 +69,8 @@ def _concerns(name: str, implementation: str) -> bool:
   return name not in _NO_NUMBERS and not of_another
 
 
-def definition_modules() -> set[str]:
+@functools.cache
+def definition_modules() -> frozenset[str]:
   """Top-level modules that the operations import, directly or through each other."""
   package = KERNELS.parent
   found, left = set(), list((package / "ops").glob("*.py"))
@@ -86,7 +87,7 @@ def definition_modules() -> set[str]:
       new = {n for n in names if (package / f"{n}.py").exists()} - found - set(_NO_NUMBERS)
       found |= new
       left += [package / f"{n}.py" for n in new]
-  return found
+  return frozenset(found)
 
 
 @functools.cache

@@ -122,7 +122,30 @@ def prepare_step(
   state = _State(jax.jit(append, donate_argnums=0), cache, (k, v, after[0]))
   calls = [functools.partial(state.call, k, v, batch) for batch in after]
   known = {"bytes_per_token": state.cache.bytes_per_token, **state.launched}
-  return Timed(calls, _row_of(row, known, None, copy_rate), state.wait)
+  nbytes = step_bytes(
+    lens,
+    recent_window,
+    page_size=work.page_size,
+    wide=4 * heads.num_kv_heads * heads.head_dim,
+    stored=state.cache.bytes_per_token,
+  )
+  return Timed(calls, _row_of(row, known, nbytes, copy_rate), state.wait)
+
+
+def step_bytes(lens: np.ndarray, window: int, *, page_size: int, wide: int, stored: float) -> int:
+  """Read and written by a decoding step, on average over CALLS steps from these lengths.
+
+  Without a window a new token is read wide and written stored. With one it is read and written
+  wide, and so are tokens stored that leave the window: a page of a sequence at once.
+
+  Args:
+    wide, stored: bytes of a token's K and V in bfloat16, and in the cache's pages.
+  """
+  if not window:
+    return int(len(lens) * (wide + stored))
+  begins = lambda ends: np.maximum(ends - window, 0) // page_size * page_size
+  leaving = (begins(lens + CALLS) - begins(lens)).sum() / CALLS
+  return int(len(lens) * 2 * wide + leaving * (wide + stored))
 
 
 class _State:

@@ -50,8 +50,16 @@ class Workload:
 
 
 def heads_of(geometry: str) -> Geometry:
-  """TypeError or ValueError where it is neither a name nor heads as `32/8/128`."""
-  return GEOMETRIES.get(geometry) or Geometry(*map(int, geometry.split("/")))
+  """ValueError where it is neither a name nor heads as `32/8/128`."""
+  if geometry in GEOMETRIES:
+    return GEOMETRIES[geometry]
+  numbers = geometry.split("/")
+  if len(numbers) != 3 or not all(number.isdecimal() for number in numbers):
+    raise ValueError(
+      f"geometry must be one of {', '.join(GEOMETRIES)} or query heads/KV heads/head_dim, "
+      f"got {geometry}"
+    )
+  return Geometry(*map(int, numbers))
 
 
 ATTENTION = ("prefill", "chunk", "tail", "decode")

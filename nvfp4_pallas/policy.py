@@ -8,13 +8,12 @@ and no faster; from a single measurement it is 1 upwards and 0 downwards, which 
 overestimate. The reason says which axes are extrapolated.
 
 Nothing here looks at a device or a cache: costs are data (`CostTable`). The one shipped is of an
-H200; `python3 -m benchmarks costs` makes one of any run of `python3 -m benchmarks gpu`, and
+H200; `python3 -m benchmarks costs` makes one of any run of `python3 -m benchmarks matrix`, and
 `use_costs` lets `read_path="auto"` choose by it (ops/auto.py).
 
 Limits: it does not know which kernel runs, so between two measured shapes it is blind to where that
 changes, and a last slope from two close shapes may be far too small. Paths that were measured at
-different shapes are extrapolated from different ones (the shipped costs of more than one sequence
-are such): measure all of them where a choice matters.
+different shapes are extrapolated from different ones: measure all of them where a choice matters.
 """
 
 from __future__ import annotations
@@ -87,8 +86,14 @@ class Cost:
   def __post_init__(self):
     check_one_of("phase", self.phase, PHASES)
     check_one_of("read_path", self.read_path, READ_PATHS)
-    if not 0 < self.us < math.inf:
+    check_one_of("k_format", self.k_format, KV_FORMATS)
+    check_one_of("v_format", self.v_format, KV_FORMATS)
+    for name in ("batch", "q_len", "kv_len"):
+      _at_least(name, getattr(self, name), 1)
+    _at_least("workspace_bytes", self.workspace_bytes, 0)
+    if not isinstance(self.us, int | float) or not 0 < self.us < math.inf:
       raise ValueError(f"us must be positive and finite, got {self.us}")
+    _ = self.geometry  # which has rules of its own
 
   @property
   def geometry(self) -> Geometry:
@@ -118,12 +123,18 @@ class CostTable:
 
   @classmethod
   def load(cls, path: str | pathlib.Path) -> CostTable:
-    """Of a file that `save` wrote."""
-    fields = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    columns = fields.pop("columns")
-    rows = tuple(Cost(**dict(zip(columns, row, strict=True))) for row in fields.pop("rows"))
-    hashes = {key: tuple(names) for key, names in fields.pop("kernel_hashes").items()}
-    return cls(**fields, kernel_hashes=hashes, rows=rows)
+    """Of a file that `save` wrote; ValueError, which names the file, where it is none."""
+    text = pathlib.Path(path).read_text(encoding="utf-8")
+    try:
+      fields = json.loads(text)
+      columns = fields.pop("columns")
+      rows = tuple(Cost(**dict(zip(columns, row, strict=True))) for row in fields.pop("rows"))
+      hashes = {key: tuple(names) for key, names in fields.pop("kernel_hashes").items()}
+      return cls(**fields, kernel_hashes=hashes, rows=rows)
+    except KeyError as error:
+      raise ValueError(f"{path} must be a table of costs, it has no {error}") from None
+    except (AttributeError, TypeError, ValueError) as error:
+      raise ValueError(f"{path} must be a table of costs: {error}") from None
 
   def save(self, path: str | pathlib.Path) -> None:
     """As JSON, a measurement a line."""
@@ -239,7 +250,10 @@ def choose_read_path(
     raise ValueError(f"q_len must be at most kv_len {kv_len}, which counts new tokens, got {q_len}")
   _at_least("max_workspace_bytes", max_workspace_bytes, 0)
   paths = _paths(formats, allowed)
-  if costs is None:
+  _of_type("geometry", geometry, Geometry)
+  if costs is not None:
+    _of_type("costs", costs, CostTable)
+  else:
     costs = CostTable.h200()
     if device != costs.device:
       raise ValueError(
@@ -276,11 +290,11 @@ def choose_read_path(
 
 
 def _paths(formats: tuple[str, str], allowed: tuple[str, ...]) -> tuple[str, ...]:
-  if len(formats) != 2:
+  if not isinstance(formats, tuple | list) or len(formats) != 2:
     raise ValueError(f"formats must be a pair, of K and V, got {formats!r}")
   for format in formats:
     check_one_of("formats", format, KV_FORMATS)
-  if isinstance(allowed, str):
+  if not isinstance(allowed, tuple | list):
     raise ValueError(f"allowed must be a tuple of read paths, got {allowed!r}")
   for path in allowed:
     check_one_of("allowed", path, READ_PATHS)
@@ -431,6 +445,11 @@ def _reason(best, predicted, paths, limit: int, device: str, costs: CostTable) -
 def check_one_of(name: str, value, known: tuple[str, ...]) -> None:
   if value not in known:
     raise ValueError(f"{name} must be one of {known}, got {value!r}")
+
+
+def _of_type(name: str, value, known: type) -> None:
+  if not isinstance(value, known):
+    raise ValueError(f"{name} must be a {known.__name__}, got {value!r}")
 
 
 def _at_least(name: str, value, least: int) -> None:

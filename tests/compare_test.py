@@ -1,6 +1,7 @@
 """What moved between two files of rows."""
 
 import contextlib
+import dataclasses
 import io
 import pathlib
 import tempfile
@@ -32,7 +33,7 @@ class CompareTest(TestCase):
   @parameterized.parameters(
     (100.0, 110.0, 0.01, "1 slower, 0 faster, 0 within", 1),
     (100.0, 90.0, 0.01, "0 slower, 1 faster, 0 within", 0),
-    (100.0, 110.0, 0.06, "0 slower, 0 faster, 1 within", 0),  # ranges overlap
+    (100.0, 110.0, 0.12, "0 slower, 0 faster, 1 within", 0),  # ranges reach beyond both medians
     (100.0, 102.5, 0.001, "0 slower, 0 faster, 1 within", 0),  # two machines differ by as much
     (1.0, 1.15, 0.001, "0 slower, 0 faster, 1 within", 0),  # a launch does
   )
@@ -40,6 +41,34 @@ class CompareTest(TestCase):
     got, lines = self.compare([ranged("fp8", before, spread)], [ranged("fp8", after, spread)])
     self.assertEqual(got, code)
     self.assertStartsWith(lines[0], f"1 pairs: {verdict} noise; without a partner 0 before, 0")
+
+  @parameterized.product(
+    outlier=(
+      ({"us_max": 500.0}, {}),
+      ({"us_min": 50.0}, {}),
+      ({}, {"us_max": 500.0}),
+      ({}, {"us_min": 50.0}),
+    ),
+    slower=(True, False),
+  )
+  def test_one_outlier_hides_nothing(self, outlier, slower):
+    a, b = (ranged("fp8", us) for us in ((100.0, 110.0) if slower else (110.0, 100.0)))
+    a, b = (dataclasses.replace(row, **odd) for row, odd in zip((a, b), outlier, strict=True))
+    code, lines = self.compare([a], [b])
+    self.assertEqual(code, int(slower))
+    self.assertIn("1 slower, 0" if slower else "0 slower, 1 faster", lines[0])
+
+  @parameterized.parameters({"error": "ValueError: a fault"}, {"reason": "no such kernel"})
+  def test_what_is_timed_no_more_is_named(self, **why):
+    a = [ranged("fp8", 9.0), ranged("nvfp4_a8q", 9.0)]
+    lost = timed("nvfp4_a8q", None, timer=None, kernel_names=(), **why)
+    for b in ([a[0], lost], [lost]):
+      code, lines = self.compare(a, b)
+      self.assertEqual(code, 1)
+      self.assertIn("timed no more", "\n".join(lines))
+      self.assertRegex(lines[-1], f"decode 1/1/8192 a8q +{next(iter(why.values()))}")
+    self.assertEqual(self.compare(a, [*a, lost])[0], 0)  # timed in another try
+    self.assertEqual(self.compare([a[0], lost], [a[0], lost])[0], 0)  # as before
 
   @parameterized.parameters(
     {"kv_len": 64},

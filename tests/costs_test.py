@@ -1,6 +1,7 @@
 """Costs from rows of the matrix, and how well choices from them do at shapes left out."""
 
 import contextlib
+import dataclasses
 import io
 import math
 import pathlib
@@ -96,7 +97,8 @@ class TableTest(CostsTestCase):
 
     def run(argv):
       asked.append(argv)
-      records.write(grid(TIMES), self.rows)
+      here = [dataclasses.replace(row, device="cpu") for row in grid(TIMES)]
+      records.write([*here, at("nvfp4_dequant", 1.0, 1, 1, 64)], self.rows)
       return 1  # some case failed: the others are a table all the same
 
     with mock.patch.object(matrix, "main", run):
@@ -105,9 +107,9 @@ class TableTest(CostsTestCase):
     ((argv),) = asked
     self.assertEqual(argv[:4], ["--out", str(self.rows), "--resume", "--no-peers"])
     self.assertContainsSubset(["grid", "decode", "geometries"], argv[5:])
-    self.assertEqual(CostTable.load(self.out).device, "a GPU")
+    self.assertEqual(CostTable.load(self.out).device, "cpu")  # not of the other row in the file
     self.assertLen(CostTable.load(self.out).rows, len(grid(TIMES)))
-    self.assertIn("costs of a GPU, abc", lines[-1])
+    self.assertIn("costs of cpu, abc", lines[-1])
 
   def test_recording_names_one_file(self):
     error = io.StringIO()
@@ -135,7 +137,10 @@ class HeldOutTest(CostsTestCase):
     code, lines = self.run_costs(str(self.rows), "--judge")
     self.assertEqual(code, 0)
     self.assertEqual(lines[0], "exact, each shape left out: 7 of 8 choices within 5 % of the best")
-    self.assertIn("prefill 1/64/4096, heads 32/8/128: nvfp4_dequant, best nvfp4_repack", lines[1])
+    self.assertIn("prefill 1/64/4096, heads 32/8/128: nvfp4_dequant, best nvfp4_repack", lines[2])
+    # By the times above repack is slower below 128 queries, dequant from there on.
+    self.assertRegex(lines[1], r"^  always dequant 3, always repack 6$")
+    self.assertRegex(lines[3], r"exact, at the edges too: \d+ of 12 choices")
 
   def test_other_heads_are_judged_by_the_table_s(self):
     """A model of a quarter of the heads, at times that follow from its heads."""

@@ -4,13 +4,15 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import pathlib
 import tempfile
 from unittest import mock
 
+import numpy as np
 from absl.testing import absltest, parameterized
 
-from benchmarks import attention_cases, cases, cli, matrix, peers, records
+from benchmarks import attention_cases, cases, cli, matrix, peers, records, storage_cases
 from benchmarks import workloads as w
 from benchmarks.trace import KernelTimes
 from benchmarks.turns import Timed
@@ -20,6 +22,10 @@ from tests.base import TestCase
 
 H200 = cases.Device("sm_90", small=False)
 TIMES = KernelTimes(("decode_attend_mosaic_gpu_kernel",), (1.0, 2.0, 4.0), {})
+
+
+def wall_fields(times):
+  return {"us_median": times.calls[0], "timer": "wall"}
 
 
 def shapes_of(part, **fields):
@@ -121,7 +127,7 @@ class MatrixTestCase(TestCase):
     super().setUp()
     self.out = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory())) / "rows.jsonl"
     self.prepared = []
-    self.faults = {}
+    self.faults, self.errors = {}, {}
 
     def prepare(shared, variant, implementation, row, **options):
       del shared
@@ -157,7 +163,8 @@ class MatrixTestCase(TestCase):
       raise fault
     if fault is not None:
       fault()
-    return Timed([lambda: None], lambda times: row(**times.row_fields()))
+    errors = self.errors.get(path, {})
+    return Timed([lambda: None], lambda times: row(**times.row_fields(), **errors))
 
   def time(self, calls, wait=None, warm_up=0):
     del calls, wait, warm_up
@@ -183,6 +190,8 @@ class MatrixTest(MatrixTestCase):
     self.assertTrue(all(row["us_median"] == 2.0 and row["us_count"] == 3 * 4 for row in rows[1:]))
     self.assertIn("  prefill 1/8192/8192 bf16 mosaic_sm90: 2.0 us\n", printed)
     self.assertRegex(printed, r"about \d+ s left\] chunk 4/128/2048, \d+ cases:")
+    self.assertRegex(printed, r"about \d+ s left\]   prepared nvfp4_a8q mosaic_sm90\n")
+    self.assertNotIn("Left out: ", printed)
 
   def test_what_cannot_run_has_a_reason_and_what_fails_an_error(self):
     self.faults = {
@@ -232,12 +241,91 @@ class MatrixTest(MatrixTestCase):
     )
     self.assertIn(f"{len(first) - 1 - len(again)} of them kept", printed)
 
-  def test_rows_of_another_device_are_not_kept(self):
+  @parameterized.parameters(
+    {"device": "a GPU"}, {"kernel_hash": "another"}, {"jax_version": "0"}, {"us_median": None}
+  )
+  def test_rows_of_others_are_taken_again_and_stay(self, **changes):
+    """But not those without a time."""
     self.run_matrix("--parts", "append")
-    self.out.write_text(self.out.read_text().replace('"device": "cpu"', '"device": "a GPU"'))
+    was = [json.loads(line) | changes for line in self.out.read_text().splitlines()]
+    self.out.write_text("".join(json.dumps(row) + "\n" for row in was))
     self.prepared = []
-    self.run_matrix("--parts", "append", "--resume")
+    _, rows, _ = self.run_matrix("--parts", "append", "--resume")
     self.assertLen(self.prepared, 16)
+    stay = 1 if "us_median" in changes else 1 + 16  # what the bandwidth was, is no case
+    self.assertLen(rows, stay + 1 + 16)
+    (name,) = changes
+    self.assertLen([row for row in rows if row[name] == changes[name]], stay)
+
+  def test_of_a_changed_definition_nothing_is_kept(self):
+    """On a CPU no kernel tells."""
+    argv = "--parts", "append", "--implementations", "xla"
+    self.enter_context(mock.patch.object(TIMES.__class__, "row_fields", wall_fields))
+    for source, prepared in (("one", 4), ("one", 0), ("another", 4)):
+      self.prepared = []
+      with mock.patch.object(records, "definition_hash", lambda _, source=source: source):
+        self.run_matrix(*argv, "--resume", architecture="cpu")
+      self.assertLen(self.prepared, 3 * prepared, source)
+
+  def test_rows_are_not_overwritten_unless_asked_for(self):
+    self.run_matrix("--parts", "append")
+    was = self.out.read_text()
+    error = io.StringIO()
+    with contextlib.redirect_stderr(error):
+      code, _, _ = self.run_matrix("--parts", "append")
+    self.assertEqual((code, self.out.read_text()), (2, was))
+    self.assertIn(f"{self.out} has rows: --resume goes on with them", error.getvalue())
+    self.assertEqual(self.run_matrix("--parts", "pack", "--overwrite")[0], 0)
+    self.assertLen(records.read(self.out), 1 + 4)
+
+  def test_a_half_written_line_is_dropped(self):
+    self.run_matrix("--parts", "append")
+    self.out.write_text(self.out.read_text()[:-40])
+    self.prepared = []
+    code, rows, printed = self.run_matrix("--parts", "append", "--resume")
+    self.assertEqual((code, len(self.prepared)), (0, 1))
+    self.assertLen(rows, 2 + 16)
+    self.assertIn(f"the last line of {self.out} was half written, it is left out", printed)
+
+  @parameterized.parameters("{broken", "[]", "{}")
+  def test_other_lines_must_be_rows(self, line):
+    self.run_matrix("--parts", "append")
+    was = line + "\n" + self.out.read_text()
+    self.out.write_text(was)
+    error = io.StringIO()
+    with use_target(Target("sm_90")), contextlib.redirect_stderr(error):
+      self.assertEqual(matrix.main(["--out", str(self.out), "--parts", "append", "--resume"]), 2)
+    self.assertIn(f"{self.out}, line 1 is no row", error.getvalue())
+    self.assertEqual(self.out.read_text(), was)
+
+  def test_interrupted(self):
+    asked = "--parts", "append", "pack"
+    work = []
+
+    def interrupt():
+      work.append(None)
+      if len(work) == 5:
+        raise KeyboardInterrupt
+
+    self.faults = {"storage": interrupt}
+    code, rows, printed = self.run_matrix(*asked)
+    self.assertEqual((code, len(rows)), (130, 1 + 4))
+    self.assertIn(f"interrupted: {self.out} has the rows so far, the same with --resume", printed)
+    self.faults = {}
+    self.assertEqual(self.run_matrix(*asked, "--resume")[0], 0)
+    self.assertLen({cases.key(row) for row in records.read(self.out)}, 1 + 16 + 4)
+
+  @parameterized.parameters("kernel_error", "format_error")
+  def test_output_that_is_not_finite_is_a_failure(self, name):
+    for value in (math.nan, math.inf):
+      self.errors = {"fp8": {name: value}}
+      code, rows, printed = self.run_matrix("--parts", "chunk", "--no-peers", "--overwrite")
+      self.assertEqual(code, 1)
+      row, *others = [row for row in rows if row["implementation"] == "mosaic_sm90"][1:]
+      self.assertEqual((row["error"], row["us_median"]), ("output is not finite", None))
+      self.assertNotEmpty(others)
+      self.assertIn("\nFAILED: chunk 4/128/2048 fp8 mosaic_sm90: FAILED: output is not", printed)
+      self.assertNotIn("output is not finite", [row["error"] for row in others])
 
   def test_lack_of_time(self):
     code, rows, printed = self.run_matrix("--seconds", "0")
@@ -253,19 +341,33 @@ class MatrixTest(MatrixTestCase):
     self.assertEqual({row["kv_len"] for row in attention}, {2048, 8192, 32768})
     for row in attention:
       self.assertEqual((row["batch"], row["page_size"], row["num_q_heads"]), (3, 32, 40))
-      self.assertEqual(row["varied"], {"geometry": "40/8/128", "page_size": 32})
+      self.assertEqual(row["varied"], {"batch": 3, "geometry": "40/8/128", "page_size": 32})
     self.assertEqual({row["git_revision"] for row in rows}, {"abc"})
 
-  @parameterized.parameters("huge", "8/x/128", "8/3/128", "8/2")
-  def test_unknown_heads(self, geometry):
+  @parameterized.parameters(
+    (("--geometry", "huge"), "geometry must be one of 8b, .* or query heads/KV .*, got huge"),
+    (("--geometry", "8/x/128"), "geometry must be one of .*, got 8/x/128"),
+    (("--geometry", "8/2"), "geometry must be one of .*, got 8/2"),
+    (("--geometry", "8/3/128"), "num_q_heads must be a multiple of num_kv_heads 3, got 8"),
+    (("--batch", "0"), "batch must be at least 1, got 0"),
+    (("--batch=-3",), "batch must be at least 1, got -3"),
+    (("--page-size", "0"), r"page_size must be one of \(16, .*\), got 0"),
+    (("--page-size", "24"), r"page_size must be one of \(16, .*\), got 24"),
+    (("--implementations", "cuda"), "implementations must be of mosaic_sm90, .*, got cuda"),
+    (("--resume", "--overwrite"), "--resume and --overwrite must not both be given"),
+  )
+  def test_bad_options(self, argv, message):
     error = io.StringIO()
-    with contextlib.redirect_stderr(error), self.assertRaises(SystemExit):
-      self.run_matrix("--geometry", geometry)
-    self.assertIn(f"--geometry {geometry}: ", error.getvalue())
+    with contextlib.redirect_stderr(error), self.assertRaises(SystemExit) as raised:
+      self.run_matrix(*argv)
+    self.assertEqual(raised.exception.code, 2)
+    self.assertRegex(error.getvalue(), message)
+    self.assertFalse(self.out.exists())
 
   def test_a_cpu_copies_nothing(self):
-    _, rows, _ = self.run_matrix(architecture="cpu")
+    _, rows, printed = self.run_matrix(architecture="cpu")
     self.assertNotIn("copy", {row["phase"] for row in rows})
+    self.assertIn("Left out: geometries, pages, levers, grid, which are of full shapes", printed)
 
   def test_list_runs_nothing(self):
     code, rows, printed = self.run_matrix("--list")
@@ -282,6 +384,19 @@ class MatrixTest(MatrixTestCase):
       self.assertIn("" if command == "small" else f"benchmarks {command} ", cli.__doc__)
 
 
+class StepBytesTest(TestCase):
+  """Two sequences, of which one gives up a page of 64 in the 8 steps."""
+
+  @parameterized.parameters(
+    (0, 2 * (100 + 10)),  # each new token read wide, written stored
+    (64, 2 * 2 * 100 + 64 // 8 * (100 + 10)),  # read and written wide; what leaves the window
+  )
+  def test_of_a_step(self, window, expected):
+    lens = np.array([128 + 60, 128 + 8])
+    found = storage_cases.step_bytes(lens, window, page_size=64, wide=100, stored=10.0)
+    self.assertEqual(found, expected)
+
+
 class SmallestTest(TestCase):
   """One workload for real, on this CPU."""
 
@@ -292,13 +407,15 @@ class SmallestTest(TestCase):
     some = [
       *cases._attention("decode", w.attention(2, 1, 128, geometry="small"), variants, ("xla",)),
       cases._append("append", "append", 64, "small", "xla", format="nvfp4", scale=1.0),
+      cases._append("levers", "step", 4, "small", "xla"),
     ]
     self.enter_context(mock.patch.object(cases, "default", lambda *_: some))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
       self.assertEqual(matrix.main(["--out", str(out)]), 0)
     self.assertIn("No time here may stand beside a GPU's", printed.getvalue())
-    dequant, a8q, append = records.read(out)
+    dequant, a8q, append, step = records.read(out)
+    self.assertEqual(step["bytes"], 4 * 2 * (2 * 2 * 128 + 2 * 72))
     for row in (dequant, a8q):
       self.assertEqual((row["timer"], row["us_count"], row["floor_us"]), ("wall", 8, None))
       self.assertEqual(row["bytes_per_token"], 2 * 2 * 72)

@@ -229,6 +229,24 @@ class ChoiceTest(TestCase):
       Geometry(8, 2, 0)
     with self.assertRaisesRegex(ValueError, "us must be positive and finite, got 0"):
       cost(us=0.0)
+    for wrong in ({"shape": (0, 1, 1)}, {"shape": (1, 0, 1)}, {"shape": (1, 1, 0)}):
+      with self.assertRaisesRegex(ValueError, "(batch|q_len|kv_len) must be at least 1, got 0"):
+        cost(**wrong)
+    with self.assertRaisesRegex(ValueError, "workspace_bytes must be at least 0, got -1"):
+      cost(workspace_bytes=-1)
+    with self.assertRaisesRegex(ValueError, "v_format must be one of .*, got 'int4'"):
+      cost(v_format="int4")
+    with self.assertRaisesRegex(ValueError, "head_dim must be at least 1, got 0"):
+      cost(head_dim=0)
+
+  def test_mistaken_types(self):
+    with self.assertRaisesRegex(ValueError, r"geometry must be a Geometry, got \(32, 8, 128\)"):
+      choose([cost()], geometry=(32, 8, 128))
+    with self.assertRaisesRegex(ValueError, "costs must be a CostTable, got 'a file'"):
+      policy.choose_read_path("prefill", 1, 1, 1, HEADS, H200, "a file")  # pyright: ignore
+    for name, rule in (("allowed", "a tuple of read paths"), ("formats", "a pair, of K and V")):
+      with self.assertRaisesRegex(ValueError, f"{name} must be {rule}, got None"):
+        choose([cost()], **{name: None})
 
 
 class HeldOutTest(TestCase):
@@ -261,6 +279,13 @@ class ShippedTest(TestCase):
     with contextlib.redirect_stdout(io.StringIO()):
       self.assertEqual(costs_command.main([*rows, "--stale", "--out", str(path)]), 0)
     self.assertEqual(path.read_text(), policy.H200_COSTS.read_text())
+
+  @parameterized.parameters("", "[]", "{}", '{"columns": ["us"], "rows": [[1, 2]]}')
+  def test_a_file_that_is_no_table_is_named(self, text):
+    path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory())) / "costs.json"
+    path.write_text(text)
+    with self.assertRaisesRegex(ValueError, f"{path} must be a table of costs"):
+      CostTable.load(path)
 
   def test_a_cycle_through_a_file(self):
     path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory())) / "costs.json"

@@ -394,6 +394,17 @@ class PlotTest(ReportTestCase):
     widths = [float(bar.get_width()) for bar in panel.patches if bar.get_width()]
     self.assertLen(widths, 2 * 6)
     self.assertEqual(set(widths), {75.0, 25.0})
+    said = [text.get_text() for text in panel.texts]
+    self.assertEqual(said, ["5.00 us", "2.50 us", "2.00 us", "20.0 us", "10.0 us", "8.00 us"])
+
+  def test_many_kernels_are_in_columns(self):
+    """Nothing is taller than a screen is."""
+    rows = [dataclasses.replace(row, batch=batch) for batch in range(1, 16) for row in self.rows()]
+    figure = self.drawn(report_plots.kernels, rows)
+    self.assertLen(figure.axes, 3)
+    bars = [len(panel.get_yticks()) for panel in figure.axes]
+    self.assertEqual(bars, [30, 30, 30])
+    self.assertLess(figure.get_figheight(), 9)
 
   def test_nothing_to_draw(self):
     run = self.run_of([timed("fp8", 1.0)])
