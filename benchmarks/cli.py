@@ -9,6 +9,7 @@ python3 -m benchmarks results    the committed measurements, and which of them a
 python3 -m benchmarks paths      when each read path pays, from the committed rows of the sweep
 python3 -m benchmarks costs      a table of measured costs, from which policy.py chooses read paths
 python3 -m benchmarks quality    what each cache format costs in accuracy, and gates on it
+python3 -m benchmarks serve      what a cache format does to a server: simulated, or live
 python3 -m benchmarks rates      cycles of the instructions that kernels are made of, on a GPU
 """
 
@@ -70,6 +71,12 @@ def _quality(argv):
   return quality.main(argv)
 
 
+def _serve(argv):
+  from benchmarks import serve
+
+  return serve.main(argv)
+
+
 def _costs(argv):
   from benchmarks import costs
 
@@ -85,6 +92,7 @@ _COMMANDS = {
   "paths": _paths,
   "costs": _costs,
   "quality": _quality,
+  "serve": _serve,
   "rates": _rates,
 }
 
