@@ -25,7 +25,7 @@ class Setup:
   Attributes:
     model: geometry.
     pool_bytes: of the caches of all layers.
-    page_size: tokens.
+    page_size: tokens; attention was measured with 64.
     recent_window: tokens in bf16 beside the pages, of formats with nvfp4 in them.
     budget, most_running: of the scheduler.
     policy: makes one; a run may change it.
@@ -39,7 +39,7 @@ class Setup:
 
   model: Model = MODELS["llama-8b"]
   pool_bytes: int = 20 * GIB
-  page_size: int = 16
+  page_size: int = 64
   recent_window: int = 0
   budget: int = 8192
   most_running: int = 256

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import gzip
-import io
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
@@ -75,16 +74,17 @@ def read(path: str | pathlib.Path, *, limit: int | None = None) -> Workload:
     raise ValueError(f"path must end in {' or '.join(_READERS)}, got {path.name!r}")
   items: list[Item] = []
   open_ = gzip.open if suffixes[-1] == ".gz" else open
-  with open_(path, "rb") as file:
+  with open_(path, "rt", encoding="utf-8") as file:
     error = _take(_READERS[kind], file, items, limit)
   return Workload(path.name, tuple(items), None if error is None else f"{path.name}, {error}")
 
 
-def _take(reader: Callable, file, items: list[Item], limit: int | None) -> str | None:
+def _take(
+  reader: Callable, lines: Iterable[str], items: list[Item], limit: int | None
+) -> str | None:
   """Appends items until the file, the limit or the patience ends; returns what ended the last."""
   number = 0
   try:
-    lines = io.TextIOWrapper(file, encoding="utf-8", newline=None)
     for number, item in reader(_numbered(lines)):
       if items and item.arrival < items[-1].arrival:
         raise _BadLine(

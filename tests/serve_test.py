@@ -202,7 +202,7 @@ class CommandTest(TestCase):
   def test_what_is_too_large_is_told(self):
     trace = self.folder / "a.jsonl"
     trace.write_text(GOOD * 12)
-    pool = ("--pool-gib", "0.03", "--formats", "nvfp4", "fp8")
+    pool = ("--pool-gib", "0.03", "--page-size", "16", "--formats", "nvfp4", "fp8")
     code, out, err = self.run_serve("--trace", str(trace), *pool)
     self.assertEqual(code, 0)
     self.assertRegex(err, "rejected, fp8: request 0 needs 38 pages .* the pool has 30")
@@ -211,7 +211,8 @@ class CommandTest(TestCase):
     self.assertRegex(out, r"nvfp4 .* 12 +0\n")
 
   def test_no_page_of_one_format(self):
-    code, out, err = self.run_serve("--pool-gib", "0.0007", "--prompt", "10", "--output", "2")
+    small = ("--page-size", "16", "--pool-gib", "0.0015", "--prompt", "10", "--output", "2")
+    code, out, err = self.run_serve(*small)
     self.assertEqual(code, 0)
     self.assertIn("bf16: pool_bytes must hold at least a page of 2,097,152 bytes of bf16", err)
     self.assertNotRegex(out, "\nbf16 ")
@@ -224,6 +225,8 @@ class CommandTest(TestCase):
     (("--policy", "no_evict", "--watermark", ".1"), "need policy vllm, got no_evict"),
     (("--page-size", "24"), "page_size must divide 512, got 24"),
     (("--formats", "nvfp4_a4q"), "prefill by nvfp4_a4q"),
+    (("--sweep", "reuse", "--formats", "nvfp4", "bf16"), "formats must be one for a sweep"),
+    (("--plot", "a.png"), "--plot needs --sweep"),
   )
   def test_wrong_arguments(self, argv, message):
     code, _, err = self.run_serve(*argv)
