@@ -10,6 +10,7 @@ python3 -m benchmarks paths      when each read path pays, from the committed ro
 python3 -m benchmarks costs      a table of measured costs, from which policy.py chooses read paths
 python3 -m benchmarks quality    what each cache format costs in accuracy, and gates on it
 python3 -m benchmarks serve      what a cache format does to a server: simulated, or live
+python3 -m benchmarks breakeven  whether a smaller cache repays its kernels, for given requests
 python3 -m benchmarks rates      cycles of the instructions that kernels are made of, on a GPU
 """
 
@@ -77,6 +78,12 @@ def _serve(argv):
   return serve.main(argv)
 
 
+def _breakeven(argv):
+  from benchmarks import breakeven
+
+  return breakeven.main(argv)
+
+
 def _costs(argv):
   from benchmarks import costs
 
@@ -93,6 +100,7 @@ _COMMANDS = {
   "costs": _costs,
   "quality": _quality,
   "serve": _serve,
+  "breakeven": _breakeven,
   "rates": _rates,
 }
 
