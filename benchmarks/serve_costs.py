@@ -100,12 +100,13 @@ class StepCosts:
   def times(self, step: Step) -> Times:
     prefill = sum(self.layer.prefill(n, before + n) for _, before, n in step.chunks)
     decode = self.layer.decode(step.context) if step.decodes else 0.0
-    written = len(step.decodes) + sum(before + n == r.tokens for r, before, n in step.chunks)
+    decodes, read = len(step.decodes), step.chunk_tokens
+    written = decodes + sum(before + n == r.tokens for r, before, n in step.chunks)
     return Times(
       self.layers * prefill,
       self.layers * decode,
-      self.layers * self.layer.append(step.tokens),
-      self.model.seconds(step.tokens, written),
+      self.layers * self.layer.append(read + decodes),
+      self.model.seconds(read, decodes, written),
     )
 
 

@@ -71,8 +71,8 @@ MODELS = {
 
 
 class ModelCosts(Protocol):
-  def seconds(self, tokens: int, written: int) -> float:
-    """Of a step of so many tokens, of which so many write one more."""
+  def seconds(self, read: int, decodes: int, written: int) -> float:
+    """Of a step of so many prompt tokens and sequences that decode; so many of all get a token."""
     ...
 
 
@@ -92,9 +92,10 @@ class Roofline:
   flops: float = 800e12
   overhead: float = 5e-4
 
-  def seconds(self, tokens: int, written: int) -> float:
+  def seconds(self, read: int, decodes: int, written: int) -> float:
     model = self.model
-    products = 2 * (model.token_weights * tokens + model.output_weights * written) / self.flops
+    products = 2 * (model.token_weights * (read + decodes) + model.output_weights * written)
+    products /= self.flops
     return max(2 * model.weights / self.bytes_per_second, products) + self.overhead
 
 
@@ -105,31 +106,34 @@ class Linear:
   per_token: float
   overhead: float
 
-  def seconds(self, tokens: int, written: int) -> float:
-    return self.per_token * tokens + self.overhead
+  def seconds(self, read: int, decodes: int, written: int) -> float:
+    return self.per_token * (read + decodes) + self.overhead
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-  """Steps of some numbers of tokens that were timed without attention, in ascending order.
+  """Steps that were timed without attention.
 
-  Steps are padded to such numbers, so that between two of them the larger one's time holds.
+  Attributes:
+    read: prompt tokens that a step has room for, ascending; 0 is a step that only decodes. Steps
+      are padded to these numbers: between two of them the larger one's time holds.
+    times: seconds of each, with all decoding sequences that it has room for.
   """
 
-  tokens: tuple[int, ...]
+  read: tuple[int, ...]
   times: tuple[float, ...]
 
   def __post_init__(self):
-    ascending = list(self.tokens) == sorted(set(self.tokens))
-    if not self.tokens or len(self.tokens) != len(self.times) or not ascending:
-      raise ValueError(f"tokens must ascend, with a time each, got {self.tokens}, {self.times}")
+    ascending = list(self.read) == sorted(set(self.read))
+    if not self.read or len(self.read) != len(self.times) or not ascending:
+      raise ValueError(f"read must ascend, with a time each, got {self.read}, {self.times}")
     if not all(0 < time < math.inf for time in self.times):
       raise ValueError(f"times must be positive and finite, got {self.times}")
 
-  def seconds(self, tokens: int, written: int) -> float:
-    place = bisect.bisect_left(self.tokens, tokens)
-    if place == len(self.tokens):
-      return self.times[-1] * tokens / self.tokens[-1]
+  def seconds(self, read: int, decodes: int, written: int) -> float:
+    place = bisect.bisect_left(self.read, read)
+    if place == len(self.read):
+      return self.times[-1] * read / max(self.read[-1], 1)
     return self.times[place]
 
   def save(self, path: str | pathlib.Path) -> None:
@@ -138,4 +142,4 @@ class Measured:
   @classmethod
   def load(cls, path: str | pathlib.Path) -> Measured:
     fields = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    return cls(tuple(fields["tokens"]), tuple(fields["times"]))
+    return cls(tuple(fields["read"]), tuple(fields["times"]))

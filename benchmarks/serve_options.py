@@ -55,6 +55,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
   add("--recent-window", type=int, default=0, help="tokens in bf16 beside pages with nvfp4")
   add("--budget", type=int, default=8192, help="tokens of a step")
   add("--max-num-seqs", type=int, default=256, help="requests that run at a time")
+  add("--max-chunks", type=int, help="requests that read in one step; default: any number")
   add("--policy", choices=POLICIES, default="vllm")
   add("--watermark", type=float, default=0.0, help="share of pages kept free, policy vllm")
   add("--first-chunk", action="store_true", help="a prompt starts when its first chunk fits")
@@ -79,6 +80,7 @@ def setup(options: argparse.Namespace) -> Setup:
     recent_window=options.recent_window,
     budget=options.budget,
     most_running=options.max_num_seqs,
+    most_chunks=options.max_chunks,
     policy=policy,
     prefix_cache=not options.no_prefix_cache,
     concurrency=options.concurrency,

@@ -111,6 +111,7 @@ class Scheduler:
     page_size: tokens of one, a divisor of the 512 that a hash id stands for.
     budget: tokens of a step.
     most_running: requests that may run at a time.
+    most_chunks: requests that may read their prompt in one step; None: as many as there are.
     policy: of serve_policies.py.
     running, waiting: requests, the first to be served first.
     preemptions: how often somebody gave way.
@@ -125,15 +126,17 @@ class Scheduler:
     *,
     budget: int = 8192,
     most_running: int = 256,
+    most_chunks: int | None = None,
     policy: Policy | None = None,
   ):
-    for name, value in (("budget", budget), ("most_running", most_running)):
-      if value < 1:
+    limits = {"budget": budget, "most_running": most_running, "most_chunks": most_chunks}
+    for name, value in limits.items():
+      if value is not None and value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
     if page_size < 1 or HASHED_TOKENS % page_size:
       raise ValueError(f"page_size must divide {HASHED_TOKENS}, got {page_size}")
     self.pool, self.page_size = pool, page_size
-    self.budget, self.most_running = budget, most_running
+    self.budget, self.most_running, self.most_chunks = budget, most_running, most_chunks
     self.policy = Vllm() if policy is None else policy
     self.running: list[Request] = []
     self.waiting: deque[Request] = deque()
@@ -277,6 +280,8 @@ class Scheduler:
 
   def _start_waiting(self, step: Step, left: int) -> None:
     while self.waiting and left and len(self.running) < self.most_running:
+      if self.most_chunks is not None and len(step.chunks) >= self.most_chunks:
+        return
       request = self.waiting[0]
       # The last token is computed always: its result is the next token.
       most = (request.tokens - 1) // self.page_size

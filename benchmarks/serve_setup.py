@@ -27,7 +27,7 @@ class Setup:
     pool_bytes: of the caches of all layers.
     page_size: tokens; attention was measured with 64.
     recent_window: tokens in bf16 beside the pages, of formats with nvfp4 in them.
-    budget, most_running: of the scheduler.
+    budget, most_running, most_chunks: of the scheduler.
     policy: makes one; a run may change it.
     prefix_cache: whether pages are found again.
     concurrency, time_scale: as for `serve`.
@@ -43,6 +43,7 @@ class Setup:
   recent_window: int = 0
   budget: int = 8192
   most_running: int = 256
+  most_chunks: int | None = None
   policy: Callable[[], Policy] = Vllm
   prefix_cache: bool = True
   concurrency: int | None = None
@@ -69,6 +70,7 @@ class Setup:
       self.page_size,
       budget=self.budget,
       most_running=self.most_running,
+      most_chunks=self.most_chunks,
       policy=self.policy(),
     )
 

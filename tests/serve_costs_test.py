@@ -228,13 +228,14 @@ class ModelTest(TestCase):
     layer = 100 * 64 * (4 + 2) * 2 + 3 * 100 * 300
     self.assertEqual(model.weights, 2 * layer + 100 * 1000)
     costs = Roofline(model, bytes_per_second=1e9, flops=1e12, overhead=0.5)
-    self.assertAlmostEqual(costs.seconds(1, 1), 0.5 + 2 * model.weights / 1e9)
+    self.assertAlmostEqual(costs.seconds(0, 1, 1), 0.5 + 2 * model.weights / 1e9)
     products = 2 * (10**6 * 2 * layer + 3 * 100 * 1000)
-    self.assertAlmostEqual(costs.seconds(10**6, 3), 0.5 + products / 1e12)
+    self.assertAlmostEqual(costs.seconds(10**6 - 2, 2, 3), 0.5 + products / 1e12)
 
   def test_measured(self):
-    costs = Measured((16, 64), (1.0, 2.0))
-    self.assertEqual([costs.seconds(n, 1) for n in (1, 16, 17, 64, 128)], [1.0, 1.0, 2.0, 2.0, 4.0])
+    costs = Measured((0, 16, 64), (0.5, 1.0, 2.0))
+    found = [costs.seconds(n, 9, 1) for n in (0, 1, 16, 17, 64, 128)]
+    self.assertEqual(found, [0.5, 1.0, 1.0, 2.0, 2.0, 4.0])
     with tempfile.TemporaryDirectory() as folder:
       path = pathlib.Path(folder) / "a.json"
       costs.save(path)
@@ -269,14 +270,14 @@ class StepTest(TestCase):
     asked = []
 
     class Model:
-      def seconds(self, tokens, written):
-        asked.append((tokens, written))
+      def seconds(self, read, decodes, written):
+        asked.append((read, decodes, written))
         return 1.0
 
     one, two, three = (Request(i, Item(0.0, 10, 5)) for i in range(3))
     step = Step(decodes=[one], chunks=[(two, 0, 10), (three, 2, 3)], context=11)
     StepCosts(layer_costs("alike", FORMATS["fp8"], TABLE_HEADS), 2, Model()).times(step)
-    self.assertEqual(asked, [(14, 2)])
+    self.assertEqual(asked, [(13, 1, 2)])
 
 
 if __name__ == "__main__":

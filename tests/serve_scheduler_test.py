@@ -95,6 +95,14 @@ class StepTest(TestCase):
     self.assertEqual(run_step(s), ((0, 1), (), ()))
     self.assertEqual(run_step(s)[1], ((2, 0, 4),))
 
+  def test_most_chunks(self):
+    """One of the first step goes on, and one more starts beside it."""
+    s = scheduler(100, most_chunks=2, budget=40)
+    added(s, (4, 2), (70, 2), (4, 2), (4, 2))
+    self.assertEqual(run_step(s)[1], ((0, 0, 4), (1, 0, 36)))
+    self.assertEqual(run_step(s), ((0,), ((1, 36, 34), (2, 0, 4)), ()))
+    self.assertEqual(run_step(s), ((1, 2), ((3, 0, 4),), ()))
+
   def test_the_newest_gives_way_and_reads_all_again(self):
     """Three pages: both have one, the first takes the third for its 17th token."""
     s = scheduler(3, policy=Vllm(), prefix_cache=False)
