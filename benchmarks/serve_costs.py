@@ -37,7 +37,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from benchmarks.committed import QUALITY, RESULTS, is_stale
+from benchmarks.measured import QUALITY, RESULTS, is_stale
 from benchmarks.records import read
 from benchmarks.serve_formats import BASELINE, FORMATS, Format, Heads
 from benchmarks.serve_model import ModelCosts
@@ -214,10 +214,16 @@ def _mean(values: Sequence[float]) -> float:
   return sum(values) / len(values)
 
 
+def _emulated(row: Cost) -> bool:
+  """Times of A4Q on 16-bit tensor cores say nothing of what it takes on FP4 ones."""
+  return row.read_path == "nvfp4_a4q" and row.implementation == "mosaic_sm90"
+
+
 def _rows(table: CostTable, phase: str, format: Format, path: str) -> Iterable[Cost]:
   for row in table.rows:
     if (
       (row.phase, row.read_path) == (phase, path)
+      and not _emulated(row)
       and (row.k_format, row.v_format) == (format.k_format, format.v_format)
       and row.geometry.num_q_heads == TABLE_HEADS.num_q_heads
       and row.geometry.num_kv_heads == TABLE_HEADS.num_kv_heads
