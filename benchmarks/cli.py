@@ -12,6 +12,8 @@ python3 -m benchmarks dispatch   who runs each phase on a device, and by which i
 python3 -m benchmarks aot        compiles every kernel for a GPU that need not be here
 python3 -m benchmarks plan       how many pages, tokens and sequences fit on a device
 python3 -m benchmarks quality    what each cache format costs in accuracy, and gates on it
+python3 -m benchmarks serve      what a cache format does to a server: simulated, or live
+python3 -m benchmarks breakeven  whether a smaller cache repays its kernels, for given requests
 python3 -m benchmarks rates      cycles of the instructions that kernels are made of, on a GPU
 """
 
@@ -85,6 +87,18 @@ def _quality(argv):
   return quality.main(argv)
 
 
+def _serve(argv):
+  from benchmarks import serve
+
+  return serve.main(argv)
+
+
+def _breakeven(argv):
+  from benchmarks import breakeven
+
+  return breakeven.main(argv)
+
+
 def _costs(argv):
   from benchmarks import costs
 
@@ -102,6 +116,8 @@ _COMMANDS = {
   "compare": _compare,
   "costs": _costs,
   "quality": _quality,
+  "serve": _serve,
+  "breakeven": _breakeven,
   "rates": _rates,
 }
 

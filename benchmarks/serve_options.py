@@ -1,0 +1,103 @@
+"""Options of the commands that serve requests, and what they make."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+
+from benchmarks.serve_costs import COSTS
+from benchmarks.serve_model import MODELS, Measured
+from benchmarks.serve_policies import POLICIES, Vllm
+from benchmarks.serve_setup import GIB, Setup
+from benchmarks.serve_workloads import Workload, generate, read
+from benchmarks.sources import kernel_hash
+from nvfp4_pallas.policy import CostTable
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+  add = parser.add_argument_group("requests").add_argument
+  add("--trace", type=pathlib.Path, metavar="FILE", help="Mooncake .jsonl or Azure .csv, or .gz")
+  add("--limit", type=int, metavar="N", help="the first requests of it")
+  add("--requests", type=int, default=128, help="generated ones")
+  add("--prompt", type=int, default=8192, help="mean tokens")
+  add("--output", type=int, default=256, help="mean tokens")
+  add("--spread", type=float, default=0.3, help="lengths are uniform within mean * (1 -+ this)")
+  add("--reuse", type=float, default=0.5, help="share of a prompt that begins a document")
+  add("--documents", type=int, default=32, help="that requests draw from")
+  add("--interval", type=float, default=0.0, metavar="S", help="mean seconds between arrivals")
+  add("--poisson", action="store_true", help="arrivals at random")
+  add("--seed", type=int, default=0)
+
+
+def workload(options: argparse.Namespace) -> Workload:
+  if options.trace is not None:
+    return read(options.trace, limit=options.limit)
+  return generate(
+    options.requests,
+    prompt=options.prompt,
+    output=options.output,
+    spread=options.spread,
+    reuse=options.reuse,
+    documents=options.documents,
+    interval=options.interval,
+    poisson=options.poisson,
+    seed=options.seed,
+  )
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+  add = parser.add_argument_group("server").add_argument
+  add("--concurrency", type=int, metavar="N", help="requests under way at a time; else arrivals")
+  add("--time-scale", type=float, default=1.0, metavar="X", help="arrivals X times as far apart")
+  add("--model", choices=MODELS, default="llama-8b")
+  add("--pool-gib", type=float, default=20.0, help="of all caches")
+  add("--page-size", type=int, default=64, help="tokens")
+  add("--recent-window", type=int, default=0, help="tokens in bf16 beside pages with nvfp4")
+  add("--budget", type=int, default=8192, help="tokens of a step")
+  add("--max-num-seqs", type=int, default=256, help="requests that run at a time")
+  add("--max-chunks", type=int, help="requests that read in one step; default: any number")
+  add("--policy", choices=POLICIES, default="vllm")
+  add("--watermark", type=float, default=0.0, help="share of pages kept free, policy vllm")
+  add("--first-chunk", action="store_true", help="a prompt starts when its first chunk fits")
+  add("--no-prefix-cache", action="store_true")
+  add("--costs", choices=COSTS, default="alike", help="of attention")
+  add("--cost-table", type=pathlib.Path, metavar="FILE.json", help="of `benchmarks costs`")
+  add("--model-costs", type=pathlib.Path, metavar="FILE.json", help="of a live run")
+
+
+def setup(options: argparse.Namespace) -> Setup:
+  """Raises ValueError where options do not go together, OSError where a file cannot be read."""
+  policy = POLICIES[options.policy]
+  if options.policy == "vllm":
+    policy = lambda: Vllm(options.watermark, not options.first_chunk)
+  elif options.watermark or options.first_chunk:
+    raise ValueError(f"watermark and first_chunk need policy vllm, got {options.policy}")
+  policy()  # checks its options
+  return Setup(
+    model=MODELS[options.model],
+    pool_bytes=round(options.pool_gib * GIB),
+    page_size=options.page_size,
+    recent_window=options.recent_window,
+    budget=options.budget,
+    most_running=options.max_num_seqs,
+    most_chunks=options.max_chunks,
+    policy=policy,
+    prefix_cache=not options.no_prefix_cache,
+    concurrency=options.concurrency,
+    time_scale=options.time_scale,
+    costs=options.costs,
+    table=None if options.cost_table is None else CostTable.load(options.cost_table),
+    model_costs=None if options.model_costs is None else Measured.load(options.model_costs),
+  )
+
+
+def costs_told(server: Setup) -> str:
+  """Where the costs of attention come from, and whether they are of these kernels."""
+  if server.costs == "seeds":
+    return "attention costs: the articles', RTX PRO 5000"
+  table = CostTable.h200() if server.table is None else server.table
+  stale = any(kernel_hash(names) != key for key, names in table.kernel_hashes.items())
+  return (
+    f"attention costs: {server.costs}, {table.device}, {table.revision}"
+    f"{'; STALE, kernels changed since' if stale else ''}"
+  )

@@ -1,0 +1,187 @@
+"""The sum from FP8's time to a format's, what would flip it, and the command."""
+
+import contextlib
+import dataclasses
+import io
+import pathlib
+import tempfile
+
+from absl.testing import absltest, parameterized
+
+from benchmarks import breakeven, cli, serve_case
+from benchmarks.serve_balance import Balance, TwoPrices, balance
+from benchmarks.serve_costs import LayerCosts, StepCosts
+from benchmarks.serve_formats import BASELINE, FORMATS
+from benchmarks.serve_run import SimulatedExecutor, serve
+from benchmarks.serve_setup import Setup
+from benchmarks.serve_workloads import generate
+from tests.base import TestCase
+from tests.serve_workloads_test import GOOD
+
+# 16,384 tokens of FP8: too few for these requests, and for their documents.
+SETUP = Setup(pool_bytes=2**30, concurrency=12)
+WORKLOAD = generate(40, prompt=3000, output=60, spread=0.5, reuse=0.6, documents=6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flipped:
+  """A format's costs, but for one kind of kernels: FP8's, so many times as long."""
+
+  costs: LayerCosts
+  base: LayerCosts
+  kind: str
+  factor: float
+
+  def prefill(self, q_len, kv_len):
+    if self.kind == "prefill":
+      return self.factor * self.base.prefill(q_len, kv_len)
+    return self.costs.prefill(q_len, kv_len)
+
+  def decode(self, keys):
+    if self.kind == "decode":
+      return self.factor * self.base.decode(keys)
+    return self.costs.decode(keys)
+
+  def append(self, tokens):
+    return self.costs.append(tokens)
+
+
+def of(name, setup=SETUP, workload=WORKLOAD) -> Balance:
+  return balance(setup, workload, FORMATS[name], setup.simulate(workload, BASELINE))
+
+
+class BalanceTest(TestCase):
+  @parameterized.parameters("bf16", "fp8_nvfp4", "nvfp4_dequant", "nvfp4_a8q")
+  def test_terms_sum_to_the_difference(self, name):
+    one = of(name)
+    self.assertAlmostEqual(sum(t.seconds for t in one.terms), one.extra)
+    self.assertAlmostEqual(one.extra, one.run.wall - one.base.wall)
+    for term in one.terms:
+      if term.price is not None:
+        self.assertAlmostEqual(term.count * term.price, term.seconds)
+
+  def test_signs(self):
+    """Decode reads less, more is found, more fit into a step; stock prefill takes longer."""
+    terms = {t.name: t for t in of("nvfp4_dequant").terms}
+    self.assertGreater(terms["prefill kernels"].seconds, 0)
+    self.assertLess(terms["decode kernels"].seconds, 0)
+    self.assertGreater(terms["prompt tokens found in the cache"].count, 0)
+    self.assertLess(terms["prompt tokens found in the cache"].seconds, 0)
+    self.assertLess(terms["steps shared by more requests"].seconds, 0)
+
+  def test_tokens_are_counted(self):
+    one = of("nvfp4")
+    terms = {t.name: t.count for t in one.terms}
+    fewer = one.base.prefill_tokens - one.run.prefill_tokens
+    found, again = terms["prompt tokens found in the cache"], terms["tokens not computed again"]
+    self.assertEqual(found + again, fewer)
+    self.assertEqual(again, one.base.scheduler.recomputed - one.run.scheduler.recomputed)
+
+  def test_at_equal_costs_only_pages_count(self):
+    one = of("nvfp4", dataclasses.replace(SETUP, costs="equal"))
+    for term in one.terms[:3]:
+      self.assertAlmostEqual(term.seconds, 0.0)
+    self.assertLess(one.extra, 0)
+
+  def test_fp8_against_itself(self):
+    one = of("fp8")
+    self.assertEqual(one.extra, 0.0)
+    for term in one.terms:
+      self.assertAlmostEqual(term.seconds, 0.0)
+
+  @parameterized.parameters("prefill", "decode")
+  def test_kernels_at_the_flip_break_even(self, kind):
+    """What is told is tried: the same run with FP8's kernels so many times as long."""
+    one = of("nvfp4")
+    factors = {what.split()[0]: flip for what, _, flip in one.flips()}
+    mine, base = SETUP.step_costs(FORMATS["nvfp4"]), SETUP.step_costs(BASELINE)
+    costs = StepCosts(Flipped(mine.layer, base.layer, kind, factors[kind]), mine.layers, mine.model)
+    executor = SimulatedExecutor(costs)
+    run = serve(WORKLOAD, SETUP.scheduler(FORMATS["nvfp4"]), executor, concurrency=12)
+    self.assertAlmostEqual(run.wall, one.base.wall)
+
+  def test_two_prices_do_not_change_a_run(self):
+    one = of("nvfp4_dequant")
+    alone = SETUP.simulate(WORKLOAD, FORMATS["nvfp4_dequant"])
+    self.assertEqual(one.run.wall, alone.wall)
+    executor = TwoPrices(SETUP.step_costs(BASELINE), SETUP.step_costs(BASELINE))
+    run = serve(WORKLOAD, SETUP.scheduler(BASELINE), executor, concurrency=12)
+    for name, seconds in dataclasses.asdict(executor.base).items():
+      self.assertAlmostEqual(seconds, getattr(run.times, name))
+
+
+class VerdictTest(TestCase):
+  def lines(self, *names, setup=SETUP, workload=WORKLOAD):
+    base = setup.simulate(workload, BASELINE)
+    return breakeven.verdict_lines(
+      base, [balance(setup, workload, FORMATS[name], base) for name in names]
+    )
+
+  def test_the_fastest_with_its_margin(self):
+    all_, told, *_ = self.lines("bf16", "nvfp4_dequant", "nvfp4_repack")
+    self.assertRegex(all_, r"Of all: nvfp4_repack, [0-9.]+ s; nvfp4_dequant takes [0-9.]+ % more")
+    self.assertIn("nvfp4_repack would lose to FP8 with, each alone:", told)
+
+  def test_what_changes_numbers_is_apart(self):
+    lines = self.lines("nvfp4_a8q", "nvfp4_repack")
+    self.assertLen([line for line in lines if line.startswith("Of those whose Q stays bf16")], 1)
+
+  def test_the_articles_case(self):
+    """With their kernels FP8 wins; NVFP4's prefill would have to take as long as it, about."""
+    workload = generate(serve_case.REQUESTS, prompt=serve_case.PROMPT, output=serve_case.OUTPUT)
+    setup = serve_case.setup("seeds")
+    all_, told, flip, *_ = self.lines("nvfp4_dequant", setup=setup, workload=workload)
+    self.assertRegex(all_, r"Of all: fp8, 65\.[0-9]+ s; nvfp4_dequant takes 5[0-9]\.. % more")
+    self.assertIn("nvfp4_dequant would beat FP8 with", told)
+    self.assertRegex(flip, r"prefill kernels over FP8's 1\.0[0-9] instead of 1\.89")
+
+  def test_nothing_to_compare(self):
+    self.assertEqual(self.lines()[0].split(",")[0], "Of all: fp8")
+
+
+class CommandTest(TestCase):
+  def run_breakeven(self, *argv):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+      try:
+        code = breakeven.main(list(argv))
+      except SystemExit as error:
+        code = error.code
+    return code, out.getvalue(), err.getvalue()
+
+  def test_a_given_mix(self):
+    mix = ("--requests", "8", "--prompt", "900", "--output", "9", "--formats", "nvfp4", "fp8")
+    code, out, err = self.run_breakeven(*mix)
+    self.assertEqual((code, err), (0, ""))
+    for part in ("nvfp4, seconds of the device:", "decode kernels", "Of all: "):
+      self.assertIn(part, out)
+    self.assertNotIn("fp8, seconds of the device:", out)
+
+  def test_a_trace_that_breaks_off(self):
+    with tempfile.TemporaryDirectory() as folder:
+      trace = pathlib.Path(folder) / "a.jsonl"
+      trace.write_text(GOOD * 3 + "{\n")
+      code, out, err = self.run_breakeven("--trace", str(trace), "--formats", "nvfp4")
+    self.assertEqual(code, 1)
+    self.assertIn("Of all: nvfp4", out)
+    self.assertIn("the workload ends early: a.jsonl, line 4: ", err)
+
+  def test_costs_that_are_lacking(self):
+    few = ("--requests", "2", "--prompt", "9", "--output", "2", "--formats", "nvfp4_a4q", "nvfp4")
+    code, out, err = self.run_breakeven(*few)
+    self.assertEqual(code, 0)
+    self.assertIn("nvfp4_a4q: costs of NVIDIA H200, prefill by nvfp4_a4q", err)
+    self.assertIn("nvfp4, seconds", out)
+    code, _, err = self.run_breakeven("--requests", "0")
+    self.assertEqual(code, 2)
+    self.assertIn("requests must be at least 1, got 0", err)
+
+  def test_it_is_a_command(self):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), self.assertRaises(SystemExit) as raised:
+      cli.main(["breakeven", "--help"])
+    self.assertEqual(raised.exception.code, 0)
+
+
+if __name__ == "__main__":
+  absltest.main()

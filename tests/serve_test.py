@@ -1,0 +1,245 @@
+"""Serving runs: times of requests, metrics, tables, and the command with good and bad input."""
+
+import contextlib
+import io
+import json
+import math
+import pathlib
+import tempfile
+
+from absl.testing import absltest, parameterized
+
+from benchmarks import cli, serve, serve_table
+from benchmarks.serve_costs import Times
+from benchmarks.serve_formats import FORMATS
+from benchmarks.serve_metrics import Percentiles, Slo, measure
+from benchmarks.serve_pages import PagePool
+from benchmarks.serve_run import serve as run_serve
+from benchmarks.serve_scheduler import Scheduler
+from benchmarks.serve_setup import GIB, Setup
+from benchmarks.serve_workloads import Item, Workload, generate
+from benchmarks.table import WIDTH
+from tests.base import TestCase
+from tests.serve_workloads_test import GOOD
+
+
+class Seconds:
+  """An executor of steps that take one second for every token of a chunk and two for a decode."""
+
+  def execute(self, step):
+    return Times(prefill=float(step.chunk_tokens), decode=2.0 if step.decodes else 0.0)
+
+
+def scheduler(num_pages=100, **options):
+  return Scheduler(PagePool(num_pages), 16, **options)
+
+
+class RunTest(TestCase):
+  def test_the_life_of_a_request(self):
+    """Four tokens are read in 4 s, then two are written in 2 s each; the second waits for that."""
+    items = (Item(1.0, 4, 3), Item(2.0, 3, 1))
+    run = run_serve(Workload("", items), scheduler(most_running=1), Seconds())
+    one, two = run.timelines
+    self.assertEqual((one.arrival, one.started, one.first, one.finished), (1.0, 1.0, 5.0, 9.0))
+    self.assertEqual((two.arrival, two.started, two.first, two.finished), (2.0, 9.0, 12.0, 12.0))
+    self.assertEqual((list(run.gaps), run.wall, run.steps), ([2.0, 2.0], 12.0, 4))
+    self.assertEqual((run.prefill_tokens, run.decode_tokens), (7, 2))
+    self.assertEqual((run.reading.total, run.writing.total), (7.0, 4.0))
+
+  def test_a_gap_without_requests(self):
+    run = run_serve(Workload("", (Item(0.0, 1, 1), Item(50.0, 1, 1))), scheduler(), Seconds())
+    self.assertEqual([t.started for t in run.timelines], [0.0, 50.0])
+    self.assertEqual((run.wall, run.times.total), (51.0, 2.0))
+
+  def test_time_scale(self):
+    items = (Item(0.0, 1, 1), Item(50.0, 1, 1))
+    run = run_serve(Workload("", items), scheduler(), Seconds(), time_scale=0.1)
+    self.assertEqual([t.arrival for t in run.timelines], [0.0, 5.0])
+
+  def test_closed_loop(self):
+    """Two at a time; the third is sent when the first is done, whatever the trace says."""
+    items = (Item(0.0, 4, 2), Item(9.0, 4, 3), Item(99.0, 4, 1))
+    run = run_serve(Workload("", items), scheduler(), Seconds(), concurrency=2)
+    self.assertEqual([t.arrival for t in run.timelines], [0.0, 0.0, 10.0])
+    self.assertEqual(run.usage.peak_running, 2)
+
+  def test_the_time_of_usage(self):
+    """Of 4 pages 1 for 16 s, then 2 for 2 s, which the request writes."""
+    run = run_serve(Workload("", (Item(0.0, 16, 2),)), scheduler(4), Seconds())
+    self.assertEqual(run.usage.peak, 0.5)
+    self.assertAlmostEqual(run.usage.mean, (0.25 * 16 + 0.5 * 2) / 18)
+
+  def test_too_large_is_rejected_and_others_go_on(self):
+    items = (Item(0.0, 4, 1), Item(0.0, 1000, 1), Item(1.0, 1601, 1), Item(2.0, 4, 1))
+    for concurrency in (None, 1):
+      run = run_serve(Workload("", items), scheduler(50), Seconds(), concurrency=concurrency)
+      self.assertLen(run.timelines, 2)
+      self.assertRegex(run.rejected[0], "request 1 needs 63 pages of 16 tokens .* the pool has 50")
+      self.assertLen(run.rejected, 2)
+      self.assertEqual((measure(run).request_success, measure(run).rejected), (2, 2))
+
+  def test_only_requests_that_are_too_large(self):
+    run = run_serve(Workload("", (Item(3.0, 1000, 1),)), scheduler(2), Seconds())
+    self.assertEqual((len(run.rejected), measure(run).request_success), (1, 0))
+
+  def test_interrupted(self):
+    class Impatient(Seconds):
+      def execute(self, step):
+        if step.decodes:
+          raise KeyboardInterrupt
+        return super().execute(step)
+
+    run = run_serve(Workload("", (Item(0.0, 4, 1), Item(3.0, 4, 2))), scheduler(), Impatient())
+    self.assertEqual(run.error, "interrupted in step 2")
+    metrics = measure(run)
+    self.assertEqual((metrics.request_success, metrics.generation_tokens), (1, 1))
+
+  @parameterized.parameters(
+    ({"concurrency": 0}, "concurrency must be at least 1, got 0"),
+    ({"time_scale": 0.0}, "time_scale must be positive, got 0.0"),
+    ({"time_scale": math.nan}, "time_scale must be positive, got nan"),
+  )
+  def test_wrong_options(self, options, message):
+    with self.assertRaisesRegex(ValueError, message):
+      run_serve(Workload("", ()), scheduler(), Seconds(), **options)
+
+
+class MetricsTest(TestCase):
+  def metrics(self, items, slo=None, **options):
+    return measure(run_serve(Workload("", items), scheduler(**options), Seconds()), slo)
+
+  def test_of_two_requests(self):
+    found = self.metrics((Item(1.0, 4, 3), Item(2.0, 3, 1)), most_running=1)
+    self.assertEqual((found.prompt_tokens, found.generation_tokens), (7, 4))
+    self.assertAlmostEqual(found.generation_tokens_per_second, 4 / 12)
+    self.assertEqual(found.time_to_first_token_seconds, Percentiles(7.0, 9.4, 9.94))
+    self.assertEqual(found.e2e_request_latency_seconds, Percentiles(9.0, 9.8, 9.98))
+    self.assertEqual(found.request_queue_time_seconds, Percentiles(3.5, 6.3, 6.93))
+    self.assertEqual(found.inter_token_latency_seconds, Percentiles(2.0, 2.0, 2.0))
+    self.assertEqual(found.seconds, {"prefill": 7.0, "decode": 4.0, "append": 0.0, "other": 0.0})
+
+  @parameterized.parameters((10.0, 2.0, 2), (9.9, 2.0, 1), (10.0, 1.9, 1), (3.0, 1.0, 0))
+  def test_goodput_keeps_both_limits(self, first, between, kept):
+    """The first takes 4 s and 2 s a token, the second 10 s and has one token."""
+    items = (Item(1.0, 4, 3), Item(2.0, 3, 1))
+    found = self.metrics(items, Slo(first, between), most_running=1)
+    self.assertAlmostEqual(found.request_goodput, kept / 12)
+
+  def test_cold_prompts_and_hits(self):
+    """The second finds all but the last page of its prompt, the third too little to count."""
+    items = (
+      Item(0.0, 1024, 1, (1, 2)),
+      Item(0.0, 1024, 1, (1, 2)),
+      Item(0.0, 7000, 1, (1, *range(10, 23))),
+    )
+    found = self.metrics(items, num_pages=1000, budget=10**4)
+    self.assertEqual((found.cold.requests, found.cold.prompt_tokens), (2, 8024))
+    self.assertEqual((found.hits.requests, found.hits.cached_tokens), (1, 1008))
+    self.assertEqual(found.cold.cached_tokens, 512)
+    self.assertEqual((found.prefix_cache_queries, found.prefix_cache_hits), (9048, 1520))
+    self.assertAlmostEqual(found.hit_share, 1520 / 9048)
+
+  def test_nothing_ran(self):
+    found = self.metrics(())
+    self.assertIsNone(found.time_to_first_token_seconds)
+    self.assertEqual((found.wall_seconds, found.hit_share, found.request_goodput), (0.0, 0.0, 0.0))
+
+
+class TableTest(TestCase):
+  def test_fits_a_terminal(self):
+    setup = Setup(pool_bytes=3 * GIB, page_size=16)
+    workload = generate(60, prompt=9000, output=300, spread=0.5, reuse=0.5, documents=5)
+    found = {name: measure(setup.simulate(workload, FORMATS[name])) for name in ("fp8", "nvfp4")}
+    lines = serve_table.lines(setup, found)
+    self.assertLessEqual(max(map(len, lines)), WIDTH)
+    titles = [
+      line.split("  ")[0].strip()
+      for line, rule in zip(lines, lines[1:], strict=False)
+      if rule.startswith("---")
+    ]
+    self.assertContainsSubset(["Cold prompts", "Prefix hits", "Decode", "Share of time, %"], titles)
+    self.assertEqual(sum(line.startswith("nvfp4 ") for line in lines), len(titles))
+
+  def test_of_nothing(self):
+    setup = Setup()
+    empty = measure(setup.simulate(Workload("", ()), FORMATS["fp8"]))
+    self.assertTrue(any(" - " in line for line in serve_table.lines(setup, {"fp8": empty})))
+
+
+class CommandTest(TestCase):
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+
+  def run_serve(self, *argv):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+      try:
+        code = serve.main(["--simulate", *argv])
+      except SystemExit as error:
+        code = error.code
+    return code, out.getvalue(), err.getvalue()
+
+  def test_generated_requests(self):
+    rows = self.folder / "out" / "rows.jsonl"
+    small = ("--requests", "6", "--prompt", "900", "--output", "5", "--formats", "fp8", "nvfp4")
+    code, out, err = self.run_serve(*small, "--out", str(rows))
+    self.assertEqual((code, err), (0, ""))
+    self.assertIn("attention costs: alike, NVIDIA H200", out)
+    fp8, nvfp4 = map(json.loads, rows.read_text().splitlines())
+    self.assertEqual((fp8["format"], nvfp4["format"]), ("fp8", "nvfp4"))
+    self.assertEqual((fp8["bytes_per_token"], nvfp4["bytes_per_token"]), (65536, 36864))
+    self.assertEqual(fp8["request_success"], 6)
+
+  def test_a_trace_that_breaks_off_is_served_up_to_there(self):
+    trace = self.folder / "a.jsonl"
+    trace.write_text(GOOD * 3 + "{\n")
+    code, out, err = self.run_serve("--trace", str(trace), "--formats", "nvfp4")
+    self.assertEqual(code, 1)
+    self.assertRegex(err, "the workload ends early: a.jsonl, line 4: ")
+    self.assertRegex(out, r"nvfp4 .* 3 +0\n")
+
+  def test_what_is_too_large_is_told(self):
+    trace = self.folder / "a.jsonl"
+    trace.write_text(GOOD * 12)
+    pool = ("--pool-gib", "0.03", "--page-size", "16", "--formats", "nvfp4", "fp8")
+    code, out, err = self.run_serve("--trace", str(trace), *pool)
+    self.assertEqual(code, 0)
+    self.assertRegex(err, "rejected, fp8: request 0 needs 38 pages .* the pool has 30")
+    self.assertIn("and 4 more were rejected", err)
+    self.assertRegex(out, r"fp8 .* 0 +12\n")
+    self.assertRegex(out, r"nvfp4 .* 12 +0\n")
+
+  def test_no_page_of_one_format(self):
+    small = ("--page-size", "16", "--pool-gib", "0.0015", "--prompt", "10", "--output", "2")
+    code, out, err = self.run_serve(*small)
+    self.assertEqual(code, 0)
+    self.assertIn("bf16: pool_bytes must hold at least a page of 2,097,152 bytes of bf16", err)
+    self.assertNotRegex(out, "\nbf16 ")
+
+  @parameterized.parameters(
+    (("--trace", "none.jsonl"), "No such file"),
+    (("--requests", "0"), "requests must be at least 1, got 0"),
+    (("--output", "0"), "output must be at least 1 token, got 0"),
+    (("--watermark", "1"), "watermark must be from 0 up to less than 1, got 1.0"),
+    (("--policy", "no_evict", "--watermark", ".1"), "need policy vllm, got no_evict"),
+    (("--page-size", "24"), "page_size must divide 512, got 24"),
+    (("--formats", "nvfp4_a4q"), "prefill by nvfp4_a4q"),
+    (("--sweep", "reuse", "--formats", "nvfp4", "bf16"), "formats must be one for a sweep"),
+    (("--plot", "a.png"), "--plot needs --sweep"),
+  )
+  def test_wrong_arguments(self, argv, message):
+    code, _, err = self.run_serve(*argv)
+    self.assertNotEqual(code, 0)
+    self.assertIn(message, err)
+
+  def test_it_is_a_command(self):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), self.assertRaises(SystemExit) as raised:
+      cli.main(["serve", "--help"])
+    self.assertEqual(raised.exception.code, 0)
+    self.assertIn("python3 -m benchmarks serve", printed.getvalue())
+
+
+if __name__ == "__main__":
+  absltest.main()
