@@ -216,7 +216,11 @@ class StorageTest(TestCase):
   def test_a_step(self, window):
     work = w.Workload(phase="append", batch=3, q_len=1, kv_len=1, geometry="small")
     row = self.row(storage_cases.prepare_step, work, recent_window=window)
-    self.assertIsNone(row.bytes)
+    wide, stored = 2 * 2 * 128 * 2, 2 * 2 * 72  # K and V of a token's two heads
+    least = 3 * 2 * wide if window else 3 * (wide + stored)
+    # With a window a page of each sequence may leave it, at most a token a call on average.
+    self.assertBetween(row.bytes, least, least + (3 * (wide + stored) if window else 0))
+    self.assertEqual(row.floor_us, 1e6 * row.bytes / RATE)
     self.assertEqual(row.us_median, 2.0)
 
 
