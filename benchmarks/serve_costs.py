@@ -1,17 +1,18 @@
 """How long attention of a step takes, by measurements of kernels.
 
-Prefill is looked up by query and key length, decode by the keys that a batch reads together, append
-by tokens. Between measured shapes the logarithm of
+Prefill is looked up by query and key length, decode by the sequences of a batch and the keys that
+it reads together, append by tokens. Between measured shapes the logarithm of
 
     prefill   the time of a pair of a query and a key that it sees, in the logarithms of q_len and
               kv_len. That varies by less than the time does, and near full prefill, where a log-log
               line of times is off by half, hardly
-    decode    the time, in that of all sequences' keys together: rows of equal sums, and of 16 and
-              64 sequences, agree within 2 %
+    decode    the time, in those of the sequences and of all their keys: batches that read as many
+              keys together differ by up to 8 %
     append    the time, in that of the tokens
 
 is interpolated. Beyond what was measured the last time of a pair, key or token holds upwards, and
-the last time downwards. Sequences that prefill in one step are summed: what was measured is one at
+the last time downwards; a batch's time falls on below its fewest keys as it did above, down to the
+least that any took. Sequences that prefill in one step are summed: what was measured is one at
 a time, so that several short ones are overestimated.
 
 The mixed format, fp8 K with nvfp4 V, was not measured. Its decode and append are taken as the mean
@@ -56,8 +57,8 @@ class LayerCosts(Protocol):
     """Of one sequence; kv_len counts the new tokens."""
     ...
 
-  def decode(self, keys: int) -> float:
-    """Of a batch that reads so many keys together."""
+  def decode(self, sequences: int, keys: int) -> float:
+    """Of a batch of so many sequences that reads so many keys together."""
     ...
 
   def append(self, tokens: int) -> float: ...
@@ -99,7 +100,7 @@ class StepCosts:
 
   def times(self, step: Step) -> Times:
     prefill = sum(self.layer.prefill(n, before + n) for _, before, n in step.chunks)
-    decode = self.layer.decode(step.context) if step.decodes else 0.0
+    decode = self.layer.decode(len(step.decodes), step.context) if step.decodes else 0.0
     decodes, read = len(step.decodes), step.chunk_tokens
     written = decodes + sum(before + n == r.tokens for r, before, n in step.chunks)
     return Times(
@@ -113,12 +114,16 @@ class StepCosts:
 class Curve:
   """A positive function through measured points, straight in the logarithms of both axes."""
 
-  def __init__(self, points: Mapping[int, float], *, above: float):
-    """above: the slope beyond the last point; before the first one it is 0."""
+  def __init__(self, points: Mapping[int, float], *, above: float, falls: bool = False):
+    """above: the slope beyond the last point; before the first one it is 0, or if the function
+    `falls` that between the first two."""
     ordered = sorted(points.items())
     self._x = [math.log(x) for x, _ in ordered]
     self._y = [math.log(y) for _, y in ordered]
     self._above = above
+    self._below = 0.0
+    if falls and len(ordered) > 1:
+      self._below = (self._y[1] - self._y[0]) / (self._x[1] - self._x[0])
 
   def __call__(self, x: float) -> float:
     return math.exp(self.log_at(math.log(x)))
@@ -126,7 +131,7 @@ class Curve:
   def log_at(self, x: float) -> float:
     place = bisect.bisect_left(self._x, x)
     if place == 0:
-      return self._y[0]
+      return self._y[0] + self._below * (x - self._x[0])
     if place == len(self._x):
       return self._y[-1] + self._above * (x - self._x[-1])
     x0, x1 = self._x[place - 1 : place + 1]
@@ -156,18 +161,39 @@ class PrefillSurface:
   def __call__(self, q_len: int, kv_len: int) -> float:
     q_len = max(q_len, self._q_lens[0])  # fewer queries take the same tile
     kv_len = max(kv_len, q_len)
-    log_kv = math.log(kv_len)
-    place = bisect.bisect_left(self._q_lens, q_len)
-    if place == len(self._q_lens):
-      log_us = self._columns[-1].log_at(log_kv)
-    elif self._q_lens[place] == q_len:
-      log_us = self._columns[place].log_at(log_kv)
-    else:
-      low, high = self._q_lens[place - 1], self._q_lens[place]
-      share = math.log(q_len / low) / math.log(high / low)
-      below, above = (c.log_at(log_kv) for c in self._columns[place - 1 : place + 1])
-      log_us = below + share * (above - below)
+    log_us = _between(self._q_lens, self._columns, q_len, kv_len)
     return max(math.exp(log_us) * pairs(q_len, kv_len), self._least)
+
+
+class DecodeSurface:
+  """Microseconds of a batch's decode, through measured shapes."""
+
+  def __init__(self, measured: Mapping[tuple[int, int], float]):
+    """measured: (sequences, keys of all of them) -> microseconds."""
+    columns: dict[int, dict[int, float]] = {}
+    for (sequences, keys), us in measured.items():
+      columns.setdefault(sequences, {})[keys] = us
+    self._sequences = sorted(columns)
+    self._columns = [Curve(columns[n], above=1.0, falls=True) for n in self._sequences]
+    self._least = min(measured.values())
+
+  def __call__(self, sequences: float, keys: float) -> float:
+    sequences = min(max(sequences, self._sequences[0]), self._sequences[-1])
+    return max(math.exp(_between(self._sequences, self._columns, sequences, keys)), self._least)
+
+
+def _between(places: Sequence[int], columns: Sequence[Curve], place: float, x: float) -> float:
+  """The logarithm at x between the columns of two places, or beyond the last that of the last."""
+  log_x = math.log(x)
+  after = bisect.bisect_left(places, place)
+  if after == len(places):
+    return columns[-1].log_at(log_x)
+  if places[after] == place:
+    return columns[after].log_at(log_x)
+  low, high = places[after - 1], places[after]
+  share = math.log(place / low) / math.log(high / low)
+  below, above = (column.log_at(log_x) for column in columns[after - 1 : after + 1])
+  return below + share * (above - below)
 
 
 class TableCosts:
@@ -196,15 +222,17 @@ class TableCosts:
     parts = [FORMATS[f] for f in dict.fromkeys((format.k_format, format.v_format))]
     self._long = _surfaces(table, format if len(parts) == 1 else BASELINE)
     self._short = self._long if short is None else _surfaces(table, short)
-    self._decode = [_decode_curve(table, f) for f in parts]
+    self._decode = [_decode_surface(table, f) for f in parts]
     self._append = [_append_curve(appends, f) for f in parts]
 
   def prefill(self, q_len: int, kv_len: int) -> float:
     surfaces = self._short if q_len <= SHORT else self._long
     return 1e-6 * self._q * min(surface(q_len, kv_len) for surface in surfaces)
 
-  def decode(self, keys: int) -> float:
-    return 1e-6 * _mean([curve(self._kv * keys) for curve in self._decode])
+  def decode(self, sequences: int, keys: int) -> float:
+    """With half the heads it is as if of half as many sequences."""
+    at = self._kv * sequences, self._kv * keys
+    return 1e-6 * _mean([surface(*at) for surface in self._decode])
 
   def append(self, tokens: int) -> float:
     return 1e-6 * _mean([curve(self._kv * tokens) for curve in self._append])
@@ -244,20 +272,15 @@ def _surface(table: CostTable, format: Format, path: str) -> PrefillSurface:
     raise ValueError(f"costs of {table.device}, prefill by {path}: {error}") from None
 
 
-def _decode_curve(table: CostTable, format: Format) -> Curve:
-  times: dict[int, list[float]] = {}
-  for row in _rows(table, "decode", format, format.decode_path):
-    times.setdefault(row.batch * row.kv_len, []).append(row.us)
-  if not times:
+def _decode_surface(table: CostTable, format: Format) -> DecodeSurface:
+  rows = _rows(table, "decode", format, format.decode_path)
+  measured = {(row.batch, row.batch * row.kv_len): row.us for row in rows}
+  if not measured:
     raise ValueError(
       f"costs of {table.device} must have rows of decode by {format.decode_path} over "
       f"{format.k_format}, got none"
     )
-  return Curve({keys: _geometric_mean(us) for keys, us in times.items()}, above=1.0)
-
-
-def _geometric_mean(values: Sequence[float]) -> float:
-  return math.exp(sum(map(math.log, values)) / len(values))
+  return DecodeSurface(measured)
 
 
 def _append_curve(appends: Mapping[str, Mapping[int, float]], format: Format) -> Curve:
@@ -314,7 +337,7 @@ class SeedCosts:
     times = [self.PREFILL[path] for path in self.format.prefill_paths if path in self.PREFILL]
     return min(times) * pairs(q_len, kv_len) / pairs(2**14, 2**14)
 
-  def decode(self, keys: int) -> float:
+  def decode(self, sequences: int, keys: int) -> float:
     fp8 = self.heads.token_bytes(BASELINE) / self.heads.layers / self.BYTES_PER_SECOND
     return fp8 * keys * self.DECODE[self.format.decode_path]
 
@@ -339,8 +362,9 @@ class ScaledCosts:
     ratio = self.of.prefill(q_len, kv_len) / self.to.prefill(q_len, kv_len)
     return self.base.prefill(q_len, kv_len) * ratio
 
-  def decode(self, keys: int) -> float:
-    return self.base.decode(keys) * self.of.decode(keys) / self.to.decode(keys)
+  def decode(self, sequences: int, keys: int) -> float:
+    base, of, to = (costs.decode(sequences, keys) for costs in (self.base, self.of, self.to))
+    return base * of / to
 
   def append(self, tokens: int) -> float:
     return self.base.append(tokens) * self.of.append(tokens) / self.to.append(tokens)

@@ -6,6 +6,7 @@ import ast
 import functools
 import hashlib
 import pathlib
+import re
 from collections.abc import Iterable
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -64,8 +65,8 @@ def definition_hash(implementation: str) -> str:
 def _concerns(name: str, implementation: str) -> bool:
   """Whether numbers of an implementation may depend on this module of the operations: one that is
   named after an architecture belongs to the implementation for it."""
-  suffix = name.rsplit("_", 1)[-1]
-  of_another = suffix.startswith("sm") and not implementation.endswith(f"_{suffix}")
+  architecture = re.search(r"_sm\d+$", name)
+  of_another = architecture and not implementation.endswith(architecture[0])
   return name not in _NO_NUMBERS and not of_another
 
 

@@ -37,10 +37,10 @@ class Flipped:
       return self.factor * self.base.prefill(q_len, kv_len)
     return self.costs.prefill(q_len, kv_len)
 
-  def decode(self, keys):
+  def decode(self, sequences, keys):
     if self.kind == "decode":
-      return self.factor * self.base.decode(keys)
-    return self.costs.decode(keys)
+      return self.factor * self.base.decode(sequences, keys)
+    return self.costs.decode(sequences, keys)
 
   def append(self, tokens):
     return self.costs.append(tokens)
