@@ -86,7 +86,13 @@ def _run(options: argparse.Namespace) -> int:
       raise WrongArgument(f"--implementation {options.implementation}: {error}") from error
     quality_rows.write(rows, options.out)
     contexts = None if plan is None else [plan.context]
-    status = report(rows, options.levels, smoke=options.smoke, contexts=contexts)
+    status = report(
+      rows,
+      options.levels,
+      smoke=options.smoke,
+      contexts=contexts,
+      implementation=options.implementation,
+    )
     print(f"\nRows: {options.out}")
   if options.plot:
     from benchmarks import quality_plot
@@ -197,20 +203,14 @@ def measure(options: argparse.Namespace, plan: Plan | None, loaded) -> list[Qual
   return rows
 
 
-def report(
-  rows: list[QualityRow],
-  levels: list[str],
-  *,
-  smoke: bool = False,
-  contexts: list[int] | None = None,
-) -> int:
-  """Prints tables and gates; 0, or 1 where a gate fails."""
+def report(rows: list[QualityRow], levels: list[str], **asked) -> int:
+  """Prints tables and gates; 0, or 1 where a gate fails. `asked`: as for verdicts_of."""
   for level in levels:
     print("\n".join([f"== {level}", *quality_table.of_rows(rows, level), ""]))
   current = [row for row in rows if not row.stale]
   if len(current) < len(rows):
     print(f"{len(rows) - len(current)} of {len(rows)} rows are stale; gates judge the others\n")
-  verdicts = verdicts_of(current, levels, smoke=smoke, contexts=contexts)
+  verdicts = verdicts_of(current, levels, **asked)
   print("\n".join(quality_table.of_verdicts(verdicts)))
   failed = [verdict.gate.name for verdict in verdicts if verdict.passed is False]
   if failed:
@@ -219,18 +219,23 @@ def report(
 
 
 def verdicts_of(
-  rows: list[QualityRow], levels: list[str], *, smoke: bool, contexts: list[int] | None = None
+  rows: list[QualityRow],
+  levels: list[str],
+  *,
+  smoke: bool = False,
+  contexts: list[int] | None = None,
+  implementation: str | None = None,
 ) -> list[Verdict]:
-  # A kernel's rows say by themselves how they compare with the definition.
-  attention = [row for row in rows if row.level == "attention"]
-  implementations = {"xla"} | {row.implementation for row in attention}
-  # On a GPU kernels should have run; that none did is found by the gates that ask for them.
-  implementations |= {"kernels" for row in attention if row.device != "cpu"}
+  """implementation: that was asked for by name, if one was."""
+  # Kernels' rows say by themselves how they compare with the definition. On a GPU there should be
+  # some: that none ran is found by the gates that ask for them.
+  of_kernels = lambda row: "xla" != row.implementation or row.device != "cpu"
   return judge(
     rows,
     levels,
     gates=GATES,
     smoke=smoke,
-    implementations=implementations,
+    kernels=implementation != "xla"
+    and any(row.level == "attention" and of_kernels(row) for row in rows),
     contexts=contexts,
   )

@@ -91,7 +91,7 @@ def judge(
   levels: Iterable[str],
   *,
   smoke: bool = False,
-  implementations: Iterable[str] = ("xla",),
+  kernels: bool = False,
   gates: Sequence[Gate],
   contexts: Iterable[int] | None = None,
 ) -> list[Verdict]:
@@ -101,15 +101,16 @@ def judge(
     rows: of one state of the sources.
     levels: that were measured.
     smoke: whether sizes were small; gates that need full ones are then left open.
-    implementations: that ran; with one of them kernels and definition cannot be compared.
+    kernels: whether kernels should have run; gates that compare them with the definition are else
+      left open.
     contexts: tokens of the texts that level `model` was asked to read; None: all that gates name.
   """
-  levels, both = set(levels), len(set(implementations)) > 1
+  levels = set(levels)
   chosen = [g for g in gates if g.level in levels]
   verdicts = []
   for gate in chosen:
-    if gate.two_implementations and not both:
-      verdicts.append(Verdict(gate, None, None, "one implementation"))
+    if gate.two_implementations and not kernels:
+      verdicts.append(Verdict(gate, None, None, "the definition alone"))
     elif gate.full_only and smoke:
       verdicts.append(Verdict(gate, None, None, "a smoke run"))
     elif gate.level == "model" and contexts is not None and not _asked(gate, contexts):

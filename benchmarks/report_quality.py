@@ -23,7 +23,7 @@ def write(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def lines(rows: list[QualityRow], drawn: list[pathlib.Path]) -> list[str]:
   current = [row for row in rows if not row.stale]
-  verdicts = quality.verdicts_of(current, list(LEVELS), smoke=False)
+  verdicts = quality.verdicts_of(current, list(LEVELS))
   failed = sum(verdict.passed is False for verdict in verdicts)
   said = [
     "# Accuracy",

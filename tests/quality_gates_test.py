@@ -6,7 +6,7 @@ import math
 
 from absl.testing import absltest, parameterized
 
-from benchmarks import quality_attention, quality_format, quality_table
+from benchmarks import quality, quality_attention, quality_format, quality_table
 from benchmarks.quality_configs import BY_NAME, NVFP4
 from benchmarks.quality_gates import GATES
 from benchmarks.quality_judge import OVER, RULES, Gate, judge
@@ -72,11 +72,23 @@ class JudgeTest(TestCase):
 
   def test_what_cannot_be_measured_is_left_open(self):
     found = verdict([], gate(two_implementations=True))
-    self.assertEqual((found.passed, found.note), (None, "one implementation"))
-    found = verdict([], gate(two_implementations=True), implementations=("xla", "mosaic_sm90"))
+    self.assertEqual((found.passed, found.note), (None, "the definition alone"))
+    found = verdict([], gate(two_implementations=True), kernels=True)
     self.assertIs(found.passed, False)
     self.assertIsNone(verdict([], gate(full_only=True), smoke=True).passed)
     self.assertIs(verdict([], gate(full_only=True)).passed, False)
+
+  @parameterized.parameters(
+    ("cpu", "xla", None, None),
+    ("NVIDIA H200", "xla", None, False),  # no kernel took a request: that must be seen
+    ("NVIDIA H200", "xla", "xla", None),  # the definition was asked for
+    ("NVIDIA H200", "mosaic_sm90", None, False),
+  )
+  def test_kernels_that_did_not_run(self, device, who, asked, passed):
+    rows = [example_row(device=device, implementation=who)]
+    verdicts = quality.verdicts_of(rows, ["attention"], implementation=asked)
+    found = {one.gate.name: one.passed for one in verdicts}
+    self.assertIs(found["kernels over the definition: output error"], passed)
 
   def test_ratio_to_the_same_data(self):
     only = gate(where={"config": "nvfp4, Q x2"}, relative_to="nvfp4", threshold=1.02)
