@@ -1,6 +1,5 @@
 """Runs the decode kernels' PTX on a CPU, and how far their results may be from float64."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -115,12 +114,6 @@ def _readable_newest(arrays, problem: Problem) -> dict[str, np.ndarray]:
       keys = np.arange(start, -(-int(kv_len) // rings.tile) * rings.tile)
       live[ring * rings.of_ring + keys // page_size % rings.of_ring, keys % page_size] = True
   return dict.fromkeys(("newest_k", "newest_v"), live[:, None, :, None])
-
-
-def exact_of(built: Built, spec: AttentionSpec) -> oracle.Attention:
-  batch = built.batch.page_table, built.batch.kv_lens, built.batch.cu_q_lens
-  options = dataclasses.asdict(spec) | {"ring_ids": built.batch.ring_ids}
-  return oracle.attention(built.q, built.cache, *batch, **options)
 
 
 def bounds(

@@ -9,7 +9,6 @@ no reason to read they may not: see decode_emulation.py.
 import dataclasses
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from absl.testing import absltest, parameterized
 
@@ -20,7 +19,8 @@ from nvfp4_pallas.ops.request import attention_request
 from tests import cases
 from tests.base import TestCase
 from tests.cases import Case
-from tests.decode_emulation import SMALL, bounds, emulate, exact_of, spec_of
+from tests.decode_emulation import SMALL, bounds, emulate, spec_of
+from tests.judged import exact_of, poisoned
 
 # Around the ends of SMALL's tiles of 32 keys, and free places.
 RAGGED = Case("ragged", kv_lens=(70, 0, 1, 31, 32, 33, 129, 0))
@@ -45,13 +45,6 @@ def part(built: cases.Built, rows) -> cases.Built:
   rows = np.asarray(rows)
   batch = RaggedBatch.for_decode(built.batch.page_table[rows], built.batch.kv_lens[rows])
   return dataclasses.replace(built, q=built.q[rows], batch=batch)
-
-
-def poisoned(pool, place):
-  """The pool with NaN for the block scale at `place` = (page, head, offset, block)."""
-  scales = np.array(pool.block_scale).view(np.uint8)
-  scales[place] = 0x7F
-  return dataclasses.replace(pool, block_scale=jnp.asarray(scales.view(ml_dtypes.float8_e4m3fn)))
 
 
 class DecodeTestCase(TestCase):

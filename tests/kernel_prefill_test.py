@@ -18,7 +18,7 @@ from nvfp4_pallas.kernels import prefill_mosaic_sm90, softmax, whole_attend
 from tests import cases, kernel_tail_test, whole_emulation
 from tests.base import TestCase
 from tests.cases import Built, Case
-from tests.decode_emulation import exact_of
+from tests.judged import exact_of
 from tests.kernel_tail_test import SHORT, variant
 from tests.tail_emulation import bounds, spec_of
 

@@ -13,7 +13,6 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 import nvfp4_pallas as nv
-from benchmarks import oracle
 from nvfp4_pallas.dispatch import Target, use_target
 from nvfp4_pallas.kernels import attention_mosaic_sm100 as kernel
 from nvfp4_pallas.ops.decode import resolve_decode
@@ -22,12 +21,8 @@ from nvfp4_pallas.ops.prefill import resolve_prefill
 from nvfp4_pallas.ops.request import attention_request
 from tests import cases, kernel_cases
 from tests.base import TestCase
-from tests.triton_shapes import DENSE, LONG, spec_of
-
-
-def exact_of(built, **options) -> oracle.Attention:
-  batch = built.batch.page_table, built.batch.kv_lens, built.batch.cu_q_lens
-  return oracle.attention(built.q, built.cache, *batch, **options)
+from tests.judged import check_close, exact_of, spec_of
+from tests.triton_shapes import DENSE, LONG
 
 
 class AttentionTest(TestCase):
@@ -41,16 +36,7 @@ class AttentionTest(TestCase):
     out, lse = kernel_cases.interpret(attention, built.q, built.cache, built.batch)
     if "num_splits" in options:
       out, lse = merge_splits(out, lse)
-    self.check_close(out, lse, exact_of(built, **dataclasses.asdict(spec)))
-
-  def check_close(self, out, lse, exact):
-    """Element by element within the bounds that oracle.Attention derives."""
-    out, lse, sees = np.asarray(out, np.float64), np.asarray(lse), np.isfinite(exact.lse)
-    np.testing.assert_array_equal(lse[~sees], -np.inf)
-    np.testing.assert_array_equal(out[~sees], 0)
-    self.assertTrue((np.abs(out - exact.out) <= exact.out_bound(bf16_weights=True)).all())
-    lse_error = np.abs(lse[sees].astype(np.float64) - exact.lse[sees])
-    self.assertTrue((lse_error <= exact.lse_bound()[sees]).all())
+    check_close(self, *map(np.asarray, (out, lse)), exact_of(built, spec))
 
   @parameterized.named_parameters(
     ("mixed", cases.MIXED, 2),
@@ -76,7 +62,8 @@ class AttentionTest(TestCase):
         return jax.jit(run)(q, cache, batch)
 
     out, lse = kernel_cases.interpret(decode, built.q.astype(jnp.float32), built.cache, built.batch)
-    self.check_close(out, lse, exact_of(built, **options))
+    exact = exact_of(built, spec_of(case, "nvfp4_a4q"), sinks=sinks)
+    check_close(self, *map(np.asarray, (out, lse)), exact)
 
   def test_no_tokens(self):
     built = cases.build(cases.MIXED)

@@ -30,7 +30,7 @@ from nvfp4_pallas.read_paths import AttentionSpec
 from tests import cases
 from tests.base import TestCase
 from tests.cases import Built, Case
-from tests.decode_emulation import exact_of
+from tests.judged import exact_of, poisoned
 from tests.tail_emulation import SMALL, bounds, emulate, spec_of
 
 # Free places, queries with no keys, with fewer keys than queries, and of several query tiles.
@@ -64,13 +64,6 @@ def slots_of(built: Built, seq: int) -> tuple[np.ndarray, np.ndarray]:
   """Pages and offsets of a sequence's keys."""
   keys, page_size = np.arange(int(built.batch.kv_lens[seq])), built.cache.page_size
   return np.asarray(built.batch.page_table)[seq, keys // page_size], keys % page_size
-
-
-def poisoned(pool, place):
-  """The pool with NaN for the block scale at `place` = (page, head, offset, block)."""
-  scales = np.array(pool.block_scale).view(np.uint8)
-  scales[place] = 0x7F
-  return dataclasses.replace(pool, block_scale=jnp.asarray(scales.view(ml_dtypes.float8_e4m3fn)))
 
 
 def rising(built: Built, tops) -> Built:

@@ -21,7 +21,8 @@ from nvfp4_pallas.ops.merge import merge_splits
 from nvfp4_pallas.ops.request import attention_request
 from tests import cases, kernel_cases
 from tests.base import TestCase
-from tests.triton_shapes import DENSE, LONG, spec_of
+from tests.judged import check_close, exact_of, poisoned, spec_of
+from tests.triton_shapes import DENSE, LONG
 from tests.triton_version import INTERPRETS, has_triton, need_triton
 
 if has_triton(INTERPRETS):
@@ -36,18 +37,6 @@ def run(built, spec, **options):
   return tuple(np.asarray(a) for a in result)
 
 
-def exact_of(built, spec) -> oracle.Attention:
-  batch = built.batch.page_table, built.batch.kv_lens, built.batch.cu_q_lens
-  return oracle.attention(built.q, built.cache, *batch, **dataclasses.asdict(spec))
-
-
-def poisoned(pool, place):
-  """The pool with NaN for the block scale at `place` = (page, head, offset, block)."""
-  scales = np.array(pool.block_scale).view(np.uint8)
-  scales[place] = 0x7F
-  return dataclasses.replace(pool, block_scale=jnp.asarray(scales.view(ml_dtypes.float8_e4m3fn)))
-
-
 class AttentionTest(TestCase):
   def setUp(self):
     super().setUp()
@@ -60,18 +49,7 @@ class AttentionTest(TestCase):
     if "num_splits" in options:
       self.assertLen(out, options["num_splits"])
       out, lse = map(np.asarray, merge_splits(jnp.asarray(out), jnp.asarray(lse)))
-    self.check_close(out, lse, exact_of(built, spec))
-
-  def check_close(self, out, lse, exact):
-    """Element by element within the bounds that oracle.Attention derives."""
-    self.assertEqual((out.dtype, lse.dtype), (np.float32, np.float32))
-    sees = np.isfinite(exact.lse)
-    np.testing.assert_array_equal(lse[~sees], -np.inf)
-    np.testing.assert_array_equal(out[~sees], 0)
-    error = np.abs(out.astype(np.float64) - exact.out)
-    self.assertTrue((error <= exact.out_bound(bf16_weights=True)).all())
-    lse_error = np.abs(lse[sees].astype(np.float64) - exact.lse[sees])
-    self.assertTrue((lse_error <= exact.lse_bound()[sees]).all())
+    check_close(self, out, lse, exact_of(built, spec))
 
   @parameterized.named_parameters(
     (f"{case.name}_{levels}", case, levels)
@@ -175,7 +153,7 @@ class AttentionTest(TestCase):
         place = table[seq, key // case.page_size], 0, key % case.page_size, key % 8
         k, v = poisoned(k, place), poisoned(v, place)
     cache = dataclasses.replace(built.cache, k=k, v=v)
-    self.check_close(*run(dataclasses.replace(built, cache=cache), spec), exact_of(built, spec))
+    check_close(self, *run(dataclasses.replace(built, cache=cache), spec), exact_of(built, spec))
 
   @parameterized.parameters(
     ({}, {}, None),

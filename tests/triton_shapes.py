@@ -2,14 +2,8 @@
 
 import dataclasses
 
-from nvfp4_pallas.read_paths import AttentionSpec
 from tests import cases
 
 # Whole key tiles that all rows see, and tiles of queries that end in different ones.
 LONG = cases.Case("long", (1, 0, 40), (300, 5, 170), 1, 2, head_dim=128, page_size=64)
 DENSE = dataclasses.replace(LONG, name="dense", q_lens=(70, 3, 9), kv_lens=(200, 130, 64))
-
-
-def spec_of(case, read_path="nvfp4_dequant", **options) -> AttentionSpec:
-  options = {"causal": True, "sm_scale": case.head_dim**-0.5} | dict(case.options) | options
-  return AttentionSpec(read_path, **options)
