@@ -100,7 +100,7 @@ class ResolveTest(TestCase):
         resolve(self.request_of(), "mosaic_sm100")
 
   @parameterized.parameters(
-    ({"read_path": "nvfp4_dequant"}, "has the read path nvfp4_a4q, not nvfp4_dequant"),
+    ({"read_path": "nvfp4_dequant"}, "has the read paths nvfp4_a4q, not nvfp4_dequant"),
     ({"head_dim": 256}, "head dims 64, 128, got head_dim 256"),
     ({"group": 200}, "up to 128 query heads a KV head, got 200"),
     ({"new_kv": True}, "new_kv must be appended first"),

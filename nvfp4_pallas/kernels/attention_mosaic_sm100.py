@@ -49,6 +49,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from nvfp4_pallas import format as nvfp4
 from nvfp4_pallas.batch import RaggedBatch
 from nvfp4_pallas.cache import PagedKVCache, pool_arrays
+from nvfp4_pallas.kernels import blackwell
 from nvfp4_pallas.kernels.kv_loaders import (
   KEY,
   KEYS,
@@ -63,8 +64,7 @@ from nvfp4_pallas.kernels.query_tiles import QueryTiles, Work
 from nvfp4_pallas.read_paths import AttentionSpec
 
 READ_PATHS = ("nvfp4_a4q",)
-HEAD_DIMS = (64, 128)
-ROWS = 128  # of a query tile: the M of the product
+ROWS = blackwell.MAX_ROWS  # of a query tile: the M of the product
 PIECE = 32  # columns of O that are in registers at a time
 MULTIPROCESSORS = 148  # of a B200
 LOG2_E = math.log2(math.e)
@@ -121,16 +121,7 @@ def attention(
 
 def unsupported(request: Any) -> str | None:
   """Why the kernel cannot run a request (ops.request.AttentionRequest), or None if it can."""
-  if request.spec.read_path not in READ_PATHS:
-    return f"the kernel has the read path {READ_PATHS[0]}, not {request.spec.read_path}"
-  if request.new_kv:
-    return "the kernel reads all keys from the cache, so new_kv must be appended first"
-  for name, dim in (("head_dim", request.head_dim), ("v_head_dim", request.v_head_dim)):
-    if dim not in HEAD_DIMS:
-      return f"the kernel has head dims {', '.join(map(str, HEAD_DIMS))}, got {name} {dim}"
-  if request.group > ROWS:
-    return f"the kernel takes up to {ROWS} query heads a KV head, got {request.group}"
-  return None
+  return blackwell.unsupported(request, READ_PATHS)
 
 
 def arranged(scales: jax.Array) -> jax.Array:

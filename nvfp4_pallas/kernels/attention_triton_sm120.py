@@ -37,12 +37,11 @@ import jax.numpy as jnp
 
 from nvfp4_pallas.batch import RaggedBatch
 from nvfp4_pallas.cache import PagedKVCache, PagePool, decode_rows, pool_arrays, take
-from nvfp4_pallas.kernels import triton_launch
+from nvfp4_pallas.kernels import blackwell, triton_launch
+from nvfp4_pallas.kernels.blackwell import MAX_ROWS
 from nvfp4_pallas.read_paths import AttentionSpec
 
 READ_PATHS = ("bf16", "fp8", "nvfp4_dequant", "nvfp4_repack", "nvfp4_a4q")
-HEAD_DIMS = (64, 128)
-MAX_ROWS = 128
 KEYS = 64
 MAX_SOFT_CAP = 1000.0
 MULTIPROCESSORS = 110  # of an RTX PRO 5000
@@ -84,9 +83,10 @@ def splits_to_fill_a_gpu(request: Any, one_each: bool = False) -> int:
   `request`: ops.request.AttentionRequest.
   """
   config = choose_config(request.num_tokens, request.num_seqs, request.group, one_each)
-  programs = max(1, config.num_tiles * request.num_kv_heads)
-  longest = request.max_keys // MIN_KEYS_PER_SPLIT
-  return max(1, min(-(-2 * MULTIPROCESSORS // programs), longest, MAX_SPLITS))
+  programs = config.num_tiles * request.num_kv_heads
+  return blackwell.splits_to_fill(
+    programs, 2 * MULTIPROCESSORS, request.max_keys, MIN_KEYS_PER_SPLIT, MAX_SPLITS
+  )
 
 
 def attention(
@@ -189,27 +189,11 @@ def _widened(cache: PagedKVCache, batch: RaggedBatch) -> tuple[PagedKVCache, Rag
 
 def unsupported(request: Any) -> str | None:
   """Why the kernel cannot run a request (ops.request.AttentionRequest), or None if it can."""
-  spec = request.spec
-  if spec.read_path not in READ_PATHS:
-    return f"the kernel has the read paths {', '.join(READ_PATHS)}, not {spec.read_path}"
-  if request.new_kv:
-    return "the kernel reads all keys from the cache, so new_kv must be appended first"
-  for name, dim in (("head_dim", request.head_dim), ("v_head_dim", request.v_head_dim)):
-    if dim not in HEAD_DIMS:
-      return f"the kernel has head dims {', '.join(map(str, HEAD_DIMS))}, got {name} {dim}"
-  if request.group > MAX_ROWS:
-    return f"the kernel takes up to {MAX_ROWS} query heads a KV head, got {request.group}"
-  if spec.soft_cap is not None and spec.soft_cap > MAX_SOFT_CAP:
-    return f"the kernel's soft cap loses digits above {MAX_SOFT_CAP}, got {spec.soft_cap}"
-  return None
-
-
-def products(request: Any) -> str:
-  """Of what operands the kernel's products are, for the reason why it runs."""
-  levels = {1: "one level", 2: "two levels"}.get(request.spec.q_levels)
-  fp4 = request.spec.read_path == "nvfp4_a4q"
-  scores = f"Q K^T in FP4 with block scales, {levels} of Q, P V in BF16" if fp4 else "all in BF16"
-  return f"products {scores}; compiled for this GPU, not yet run on one"
+  why_not = blackwell.unsupported(request, READ_PATHS)
+  soft_cap = request.spec.soft_cap
+  if why_not is None and soft_cap is not None and soft_cap > MAX_SOFT_CAP:
+    why_not = f"the kernel's soft cap loses digits above {MAX_SOFT_CAP}, got {soft_cap}"
+  return why_not
 
 
 def widens_ahead(request: Any) -> tuple[bool, str]:

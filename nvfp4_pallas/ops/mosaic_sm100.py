@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from nvfp4_pallas import attention
 from nvfp4_pallas.dispatch import Entry, current_target
+from nvfp4_pallas.kernels import blackwell
 from nvfp4_pallas.ops.merge import merge_splits
 from nvfp4_pallas.ops.request import AttentionRequest
 
@@ -28,17 +29,18 @@ def _splits_to_fill_a_gpu(request: AttentionRequest) -> int:
 
   width = max(1, kernel.ROWS // request.group)
   tiles = request.num_seqs * -(-request.num_tokens // (max(request.num_seqs, 1) * width))
-  programs = max(1, tiles * request.num_kv_heads)
-  longest = request.max_keys // MIN_KEYS_PER_SPLIT
-  return max(1, min(-(-kernel.MULTIPROCESSORS // programs), longest, MAX_SPLITS))
+  return blackwell.splits_to_fill(
+    tiles * request.num_kv_heads,
+    kernel.MULTIPROCESSORS,
+    request.max_keys,
+    MIN_KEYS_PER_SPLIT,
+    MAX_SPLITS,
+  )
 
 
 def _choose(request: AttentionRequest) -> tuple[int, str]:
   splits = request.num_splits or _splits_to_fill_a_gpu(request)
-  levels = {1: "one level", 2: "two levels"}[request.spec.q_levels]
-  products = f"products Q K^T in FP4 with block scales, {levels} of Q, P V in BF16"
-  why = f"{products}; compiled for this GPU, not yet run on one; keys in {splits} runs"
-  return splits, why
+  return splits, f"{blackwell.products(request)}; keys in {splits} runs"
 
 
 def _choose_prefill(request: AttentionRequest) -> tuple[Callable, str]:

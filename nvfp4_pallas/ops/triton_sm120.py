@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from nvfp4_pallas import attention, recent
 from nvfp4_pallas.dispatch import Entry
+from nvfp4_pallas.kernels import blackwell
 from nvfp4_pallas.ops import prefill_recent, transforms
 from nvfp4_pallas.ops.merge import merge_splits
 from nvfp4_pallas.ops.request import AttentionRequest
@@ -66,7 +67,7 @@ def _choose_prefill(request: AttentionRequest) -> tuple[Callable, str]:
   num_splits = kernel.splits_to_fill_a_gpu(request)
   ahead, how = kernel.widens_ahead(request)
   run = functools.partial(_attend, num_splits=num_splits, ahead=ahead)
-  why = [kernel.products(request)]
+  why = [blackwell.products(request)]
   why += [how] if request.spec.read_path == "nvfp4_repack" else []
   why += [f"keys in {num_splits} runs, joined by lse"] if num_splits > 1 else []
   return run, "; ".join(why)
@@ -76,7 +77,7 @@ def _choose_decode(request: AttentionRequest) -> tuple[Callable, str]:
   from nvfp4_pallas.kernels import attention_triton_sm120 as kernel
 
   num_splits = request.num_splits or kernel.splits_to_fill_a_gpu(request, one_each=True)
-  why = f"{kernel.products(request)}; keys in {num_splits} runs"
+  why = f"{blackwell.products(request)}; keys in {num_splits} runs"
   return functools.partial(_decode, splits=num_splits), why
 
 
