@@ -77,11 +77,14 @@ def prepare(
   batch_invariant: bool = False,
   recent_window: int = 0,
   k_rotation: str | None = None,
+  v_rotation: str | None = None,
+  k_mean: bool = False,
 ) -> Timed:
   """Compiles the call and judges its result.
 
   Args:
     row: of what is known of the case before it has run.
+    k_mean: whether K is stored without a mean.
   """
   work = shared.workload
   if work.layout != LAYOUT:
@@ -93,8 +96,13 @@ def prepare(
     # So that sequences are anywhere in their pages, some of them are shorter, by up to a page.
     lens = lens - jnp.arange(work.batch, dtype=jnp.int32) * 37 % work.page_size
     cache = dataclasses.replace(cache, recent=random_rings(cache, lens, recent_window))
-  if k_rotation:
-    cache = dataclasses.replace(cache, k=dataclasses.replace(cache.k, rotation=k_rotation))
+  heads = work.heads
+  mean = jnp.ones((heads.num_kv_heads, heads.head_dim), jnp.float32) if k_mean else None
+  cache = dataclasses.replace(
+    cache,
+    k=dataclasses.replace(cache.k, rotation=k_rotation, mean=mean),
+    v=dataclasses.replace(cache.v, rotation=v_rotation),
+  )
   starts = jnp.arange(work.batch + 1, dtype=jnp.int32) * work.q_len
   batches = [nv.RaggedBatch(table, lens, starts) for table in shared.tables.tables]
   numerics: Any = {"read_path": variant.read_path, "q_levels": variant.q_levels}
@@ -119,7 +127,7 @@ def prepare(
     for i in range(TURNS * CALLS_A_TURN)
   ]
   judged = {}
-  if not (recent_window or k_rotation):  # the reference knows neither rings nor rotated rows
+  if not (recent_window or k_rotation or v_rotation or k_mean):  # which the reference knows not
     judged = shared.reference.errors(variant, shared.judged(calls[0]()[0]))
   nbytes = int(work.batch * work.kv_len * cache.bytes_per_token) + 2 * shared.q[0].nbytes
   if cache.recent is not None:

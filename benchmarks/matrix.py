@@ -353,6 +353,7 @@ def _attention(case: Case, shared, row: functools.partial) -> Timed:
 _STORAGE = {
   "append": storage_cases.prepare_append,
   "step": storage_cases.prepare_step,
+  "prompt": storage_cases.prepare_prompt,
   "pack": storage_cases.prepare_pack,
 }
 

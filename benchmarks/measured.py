@@ -87,12 +87,15 @@ class Run:
 
   @functools.cached_property
   def attention(self) -> dict[Shape, dict[str, dict]]:
-    """The timed row of each of COLUMNS at each shape, without options of the cache.
+    """The timed row of each of COLUMNS at each shape, without options of the cache; where kernels
+    were timed, those of kernels.
 
     What has no pages stands beside pages of every size.
     """
     found: dict[Shape, dict[str, dict]] = {}
     paged = [row for row in self.rows if is_timed_attention(row) and not is_optional(row)]
+    if self.is_of_kernels:
+      paged = [row for row in paged if row["implementation"] != "xla"]
     for row in self._newest_last(paged):
       if row["layout"] != "contiguous" and row["implementation"] != "cudnn":
         found.setdefault(shape_of(row), {})[column(row)] = row

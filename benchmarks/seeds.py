@@ -12,7 +12,7 @@ import dataclasses
 from benchmarks.measured import Run, Shape, is_emulated, ratio
 from benchmarks.text_table import Table, factor
 
-FULL = (1, 8192, 8192), (1, 32768, 32768)
+FULL = (1, 8192, 8192), (1, 16384, 16384), (1, 32768, 32768)
 CHUNK = ((4, 128, 2048),)
 TAILS = (1, 16, 16384), (16, 16, 16384)
 DECODE = (1, 1, 8192), (16, 1, 8192), (64, 1, 8192)

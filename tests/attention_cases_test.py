@@ -121,7 +121,10 @@ class CaseTest(TestCase):
     self.assertIsNotNone(plain.kernel_error)
     self.assertIsNone(window.kernel_error)  # the reference knows no rings
     self.assertIsNotNone(self.row(shared, nvfp4, batch_invariant=True).us_median)
-    self.assertIsNotNone(self.row(shared, nvfp4, k_rotation="hadamard").us_median)
+    for changed in ({"k_rotation": "hadamard"}, {"v_rotation": "hadamard"}, {"k_mean": True}):
+      row = self.row(shared, nvfp4, **changed)
+      self.assertIsNotNone(row.us_median)
+      self.assertIsNone(row.kernel_error)  # nor what was done to rows before
 
   def test_other_devices_have_a_floor_of_bytes(self):
     shared = self.shared(1, 128, 128)

@@ -179,6 +179,13 @@ class ReportTest(ReportTestCase):
       ],
     )
 
+  def test_the_definition_stands_apart(self):
+    rows = [timed("nvfp4_dequant", 8.0), timed("nvfp4_dequant", 900.0, implementation="xla")]
+    for order in (rows, rows[::-1]):
+      run = self.run_of(order)
+      self.assertEqual([row[2:] for row in report_tables.definition(run).rows], [("900.0", "8.00")])
+      self.assertNotIn("900", str(next(report_tables.attention(run)).rows))
+
   def test_what_was_not_measured(self):
     rows = [
       timed("fp8", 1.0),
