@@ -113,6 +113,8 @@ def _levers(options: dict[str, Any]) -> str | None:
     names.append("hadV")
   if options.get("k_mean"):
     names.append("mean")
+  if options.get("new_kv"):
+    names.append("new_kv")
   return " ".join(names) or None
 
 
@@ -132,6 +134,7 @@ _USUAL = {
   "k_rotation": None,
   "v_rotation": None,
   "k_mean": False,
+  "new_kv": False,
 }
 _BY_BATCH = {"step": "a step of a batch", "prompt": "a prompt of a batch"}
 
@@ -307,7 +310,7 @@ def _lever_cases(implementation: str) -> Iterator[Case]:
     "levers", w.attention(*shape, page_size=page_size), (variant,), (implementation,), **options
   )
   wide_batch, some, short, one = (64, 1, 8192), (16, 1, 8192), (64, 1, 2048), (1, 1, 32768)
-  prompt, chunk = (1, 8192, 8192), (4, 128, 2048)
+  prompt, chunks = (1, 8192, 8192), ((4, 128, 2048), (1, 2048, 8192))
   repack = VARIANTS[3]
   yield from attention(wide_batch, batch_invariant=True)
   for window in WINDOWS:
@@ -322,10 +325,12 @@ def _lever_cases(implementation: str) -> Iterator[Case]:
   for options in levers:
     yield from attention(some, **options)
     yield from attention(prompt, variant=repack, **options)
-  for shape in (wide_batch, some, (1, 1, 2048), chunk):
+  for shape in (wide_batch, some, (1, 1, 2048)):
     yield from attention(shape, page_size=RECOMMENDED_PAGE)
     yield from attention(shape, page_size=RECOMMENDED_PAGE, **RECOMMENDED)
-  yield from attention(prompt, variant=repack, page_size=RECOMMENDED_PAGE, **RECOMMENDED)
+  for shape in chunks:
+    for options in ({}, {"new_kv": True}, {"new_kv": True, **RECOMMENDED}):
+      yield from attention(shape, variant=repack, page_size=RECOMMENDED_PAGE, **options)
   four_over_six = {"scale_search": "four_over_six"}
   for tokens in (64, 8192):
     more = {"format": "nvfp4", "scale": 1.0, **four_over_six}

@@ -126,6 +126,19 @@ class CaseTest(TestCase):
       self.assertIsNotNone(row.us_median)
       self.assertIsNone(row.kernel_error)  # nor what was done to rows before
 
+  def test_new_keys_in_wide_form(self):
+    shared = self.shared(2, 64, 256)
+    nvfp4 = Variant("nvfp4_repack", "nvfp4", "nvfp4")
+    plain, wide, recent = (
+      self.row(shared, nvfp4, **options)
+      for options in ({}, {"new_kv": True}, {"new_kv": True, "recent_window": 64})
+    )
+    kv_heads = shared.workload.heads.num_kv_heads
+    self.assertEqual(wide.bytes - plain.bytes, 2 * 64 * kv_heads * 2 * (2 * 128 - 72))
+    # Of 192 cached tokens 64 and, of the sequence that is shorter by 37, 91 are in the ring.
+    self.assertEqual(recent.bytes - wide.bytes, (64 + 91) * kv_heads * 2 * (2 * 128 - 72))
+    self.assertIsNone(wide.kernel_error)
+
   def test_other_devices_have_a_floor_of_bytes(self):
     shared = self.shared(1, 128, 128)
     timed = attention_cases.prepare(

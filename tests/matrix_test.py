@@ -85,12 +85,14 @@ class CasesTest(TestCase):
         {"page_size": 16, "recent_window": 64},
         {"page_size": 16, "recent_window": 96},
         {"page_size": 16, "recent_window": 96},  # of an append
+        *({"page_size": 16, "new_kv": True},) * 2,
         {"recent_window": 96, "k_rotation": "hadamard"},
         {"batch_invariant": True, "recent_window": 64},
       ],
     )
     scaled = whole | {"scale_search": "four_over_six"}  # appends see how scales are found
-    self.assertEqual([several.count(whole), several.count(scaled)], [5, 3])
+    counts = several.count(whole), several.count(scaled), several.count(whole | {"new_kv": True})
+    self.assertEqual(counts, (3, 3, 2))
     for name in ("geometry", "page_size", "layout", *cases._USUAL):
       self.assertTrue(any(name in of for of in varied), name)
 
