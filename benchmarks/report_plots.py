@@ -17,6 +17,7 @@ from benchmarks.workloads import PAGE_SIZE
 GEOMETRY = "8b"
 _COLOURS = dict(zip(COLUMNS, (f"C{i}" for i in (7, 0, 3, 1, 4, 6, 2, 5, 8, 9, 9, 9)), strict=True))
 _WIDTHS = {"dequant": 3.5}  # it is one kernel with repack where queries are few
+_TITLE_WIDTH = 9.0  # inches, of a heading and of the legend
 _PANELS = 4  # side by side
 _BAR_COLUMNS, _LEAST_BARS = 3, 20  # of `kernels`, and bars that make a column
 Shapes = dict[Shape, dict[str, dict]]
@@ -87,7 +88,8 @@ def limits(run: Run, path: pathlib.Path) -> bool:
   names = [name for name in COLUMNS if any(name in of for of in shapes.values())]
   from matplotlib.figure import Figure
 
-  figure = Figure(figsize=(1.0 + 1.1 * len(shapes), 4.5), layout="constrained")
+  inches = max(1.0 + 1.1 * len(shapes), _TITLE_WIDTH), 4.5
+  figure = Figure(figsize=inches, layout="constrained")
   panel = figure.subplots()
   width = 0.85 / len(names)
   for i, name in enumerate(names):
@@ -193,7 +195,8 @@ def _figure(count: int, run: Run, what: str):
 
   columns = min(_PANELS, count)
   rows = -(-count // columns)
-  figure = Figure(figsize=(4 * columns, 3.2 * rows + 1), layout="constrained")
+  inches = max(4 * columns, _TITLE_WIDTH), 3.2 * rows + 1
+  figure = Figure(figsize=inches, layout="constrained")
   panels = list(figure.subplots(rows, columns, squeeze=False).flat)
   figure.suptitle(f"{run.heading}\n{what}")
   return figure, panels
