@@ -15,6 +15,7 @@ def few(count: int, **options) -> settings:
     derandomize=True,
     database=None,
     deadline=None,
+    report_multiple_bugs=False,
     suppress_health_check=(HealthCheck.too_slow, HealthCheck.differing_executors),
     **options,
   )
