@@ -319,7 +319,8 @@ class Environment:
   def __init__(self, root=ROOT, version="", pins=()):
     self.root = Path(root)
     self.version, self.pins = version, tuple(pins)
-    self.venv = self.root / "-".join([".venv", *filter(None, [version]), *self.pins])
+    names = [".venv", *filter(None, [version]), *self.pins]
+    self.venv = self.root / "-".join(names).replace("==", "-")
     self.stamp = self.venv / "bootstrap.json"
     self.python = venv_python(self.venv)
 

@@ -283,7 +283,7 @@ class EnvironmentTest(TestCase):
     other = FakeEnvironment(self.root, version="3.13", pins=["jax==0.11.2"])
     other.prepare()
     self.assertEqual(other.steps, ["create", "install "])
-    self.assertEqual(other.venv.name, ".venv-3.13-jax==0.11.2")
+    self.assertEqual(other.venv.name, ".venv-3.13-jax-0.11.2")
     self.assertEqual(self.prepare(), [])
 
   def test_changed_pyproject_is_installed_again(self):
