@@ -5,13 +5,15 @@
     initcheck   reads of device memory that nobody wrote
 
 One process for each tool, of `benchmarks gpu` with few checks of small shapes and without repeats,
-since everything is 10 to 1000 times slower. What the tool says is kept in a log for each; its end
-is printed. Where the tool is not installed that is said, and nothing else happens.
+since everything is 10 to 1000 times slower. What the tool says is kept in a log for each; printed
+are its end and the places in kernels that it names most. Where the tool is not installed that is
+said, and nothing else happens.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import glob
 import os
@@ -34,6 +36,8 @@ CHECKS = (
   "whole_tiles",
 )
 TAIL_LINES = 25
+PRINTED = 2000  # reports in a log
+PLACES = 10  # in the table
 ENVIRONMENT = {
   # An allocation for each array, so that an access past its end is one past an allocation.
   "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -88,6 +92,9 @@ def main(argv: list[str]) -> int:
     lines = outcome.log.read_text(errors="replace").splitlines() if outcome.log.exists() else []
     print("\n".join(f"  {line}" for line in lines[-TAIL_LINES:]), flush=True)
   print("", *table(outcomes).terminal(), sep="\n")
+  where = named_places(outcomes)
+  if where.rows:
+    print("", *where.terminal(), sep="\n")
   return 0 if all(outcome.clean for outcome in outcomes) else 1
 
 
@@ -110,8 +117,9 @@ def run(program: str, tool: str, checks: str, seconds: float, out: pathlib.Path)
   log, printed = out / f"{tool}.log", out / f"{tool}.checks.log"
   log.unlink(missing_ok=True)
   command = [program, "--tool", tool, "--error-exitcode", "99", "--target-processes", "all"]
-  command += ["--print-limit", "20", "--log-file", str(log), sys.executable, "-m", "benchmarks"]
-  command += ["gpu", "--repeats", "0", "--only", checks, "--seconds", f"{seconds / 2:g}"]
+  command += ["--print-limit", str(PRINTED), "--show-backtrace", "no", "--log-file", str(log)]
+  command += [sys.executable, "-m", "benchmarks", "gpu", "--repeats", "0", "--only", checks]
+  command += ["--seconds", f"{seconds / 2:g}"]
   flags = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}".strip()
   began = time.monotonic()
   with open(printed, "w") as file:
@@ -137,7 +145,7 @@ def run(program: str, tool: str, checks: str, seconds: float, out: pathlib.Path)
 
 def found_in(log: str) -> int | None:
   """The errors or hazards that the summaries of a log count."""
-  counts = re.findall(r"SUMMARY: (\d+) (?:errors?|hazards?)", log)
+  counts = re.findall(r"SUMMARY: (\d+) (?:errors?|hazards?)(?! were not printed)", log)
   return sum(map(int, counts)) if counts else None
 
 
@@ -154,6 +162,16 @@ def table(outcomes: list[Outcome]) -> Table:
   ]
   head = ("tool", "errors", "process", "s", "last check")
   return Table("compute-sanitizer", head, rows, left=len(head))
+
+
+def named_places(outcomes: list[Outcome]) -> Table:
+  """The instructions of kernels that the printed reports name, most named first."""
+  rows = []
+  for outcome in outcomes:
+    text = outcome.log.read_text(errors="replace") if outcome.log.exists() else ""
+    found = collections.Counter(re.findall(r"\bat (\w+\+0x[0-9a-f]+)", text))
+    rows += [(outcome.tool, place, str(count)) for place, count in found.most_common(PLACES)]
+  return Table("named most, of what is printed", ("tool", "place", "times"), rows, left=2)
 
 
 def last_check(printed: pathlib.Path) -> str:

@@ -49,12 +49,25 @@ class SanitizeTest(TestCase):
     ("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors)", "exit 0", "2 +exit code 0"),
     ("========= ERROR SUMMARY: 0 errors", "exit 1", "0 +exit code 1"),  # a check has failed
     ("========= Error: no device", "exit 1", "no summary +exit code 1"),
+    (
+      "= ERROR SUMMARY: 129515 errors\n= ERROR SUMMARY: 129495 errors were not printed.",
+      "exit 99",
+      "129515 +exit code 99",
+    ),
   )
   def test_not_clean(self, said, then, row):
     code, printed, _ = self.sanitize(said, "--tools", "racecheck", then=then)
     self.assertEqual(code, 1)
-    self.assertIn(f"\n  {said}\n", printed)
+    for line in said.splitlines():
+      self.assertIn(f"\n  {line}\n", printed)
     self.assertRegex(printed, f"\nracecheck +{row} ")
+
+  def test_places_in_kernels(self):
+    said = "\n".join(
+      f"=========     at {place} in ptx_launch.py:61" for place in ("a+0x10", "b+0x2f0", "b+0x2f0")
+    )
+    _, printed, _ = self.sanitize(said, "--tools", "initcheck")
+    self.assertRegex(printed, r"\ninitcheck +b\+0x2f0 +2\ninitcheck +a\+0x10 +1\n")
 
   def test_time_is_bounded(self):
     began = time.monotonic()
