@@ -221,7 +221,11 @@ def errors(run: Run) -> Table:
     if name in worst
   ]
   head = ("path", "to float64 on the same bytes", "to float64 on wide K, V and Q")
-  return Table("output error, relative L2, of the worst shape", head, rows)
+  notes = [
+    "Rows with levers or new_kv, and cuDNN's without its mask, are timed only: "
+    "`python3 -m benchmarks gpu` and the tests judge what levers compute."
+  ]
+  return Table("output error, relative L2, of the worst shape", head, rows, notes)
 
 
 def _error(value: float | None) -> str:

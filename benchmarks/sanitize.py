@@ -145,7 +145,7 @@ def run(program: str, tool: str, checks: str, seconds: float, out: pathlib.Path)
 
 def found_in(log: str) -> int | None:
   """The errors or hazards that the summaries of a log count."""
-  counts = re.findall(r"SUMMARY: (\d+) (?:errors?|hazards?)(?! were not printed)", log)
+  counts = re.findall(r"SUMMARY: (\d+) (?:errors?|hazards?)\b(?! were not printed)", log)
   return sum(map(int, counts)) if counts else None
 
 

@@ -78,20 +78,20 @@ def _at(shapes: dict[Shape, dict], lengths: tuple[int, int, int]) -> dict[str, d
 
 def _append(run: Run) -> list[tuple[str, ...]]:
   """Appends by kernels without levers, of global scale 1."""
-  times: dict[int, dict[str, float]] = {}
-  for row in run.of_phase("append"):
+  of_tokens: dict[int, dict[str, dict]] = {}
+  for row in run.newest_last(run.of_phase("append")):
     usual = row["data"] == "gaussian, global scale 1.0" and not row["levers"]
     if usual and row["implementation"] != "xla":
-      times.setdefault(row["batch"], {})[row["k_format"]] = row["us_median"]
+      of_tokens.setdefault(row["batch"], {})[row["k_format"]] = row
   return [
     (
       "stock / FP8, append",
       "2.79 (8.39 / 3.01 us)",
       f"{tokens} tokens",
-      factor(of["nvfp4"] / of["fp8"]),
+      factor(value),
     )
-    for tokens, of in sorted(times.items())
-    if {"nvfp4", "fp8"} <= set(of)
+    for tokens, of in sorted(of_tokens.items())
+    if (value := ratio(of, "nvfp4", "fp8")) is not None
   ]
 
 

@@ -344,8 +344,8 @@ class MatrixTest(MatrixTestCase):
       self.assertNotIn("output is not finite", [row["error"] for row in others])
 
   def test_lack_of_time(self):
-    code, rows, printed = self.run_matrix("--seconds", "0")
-    self.assertEqual((code, len(rows)), (0, 1))
+    code, rows, printed = self.run_matrix("--seconds", "1e-9")
+    self.assertEqual((code, len(rows)), (2, 1))
     self.assertIn(f"Not started for lack of time: {len(cases.default(H200))} cases", printed)
 
   def test_changes_are_in_the_rows(self):
@@ -365,6 +365,9 @@ class MatrixTest(MatrixTestCase):
     (("--geometry", "8/x/128"), "geometry must be one of .*, got 8/x/128"),
     (("--geometry", "8/2"), "geometry must be one of .*, got 8/2"),
     (("--geometry", "8/3/128"), "num_q_heads must be a multiple of num_kv_heads 3, got 8"),
+    (("--geometry", "4/2/100"), "geometry's head_dim must be a multiple of 16 .*, got 100"),
+    (("--seconds", "nan"), "seconds must be positive, got nan"),
+    (("--seconds", "0"), "seconds must be positive, got 0.0"),
     (("--batch", "0"), "batch must be at least 1, got 0"),
     (("--batch=-3",), "batch must be at least 1, got -3"),
     (("--page-size", "0"), r"page_size must be one of \(16, .*\), got 0"),
@@ -390,7 +393,18 @@ class MatrixTest(MatrixTestCase):
   def test_list_runs_nothing(self):
     code, rows, printed = self.run_matrix("--list")
     self.assertEqual((code, rows, self.prepared), (0, [], []))
-    self.assertLen(printed.splitlines(), len(cases.default(H200)) + len(cases.PARTS) + 1)
+    lines = [line for line in printed.splitlines() if line[0] != " "]  # some go on below
+    self.assertLen(lines, len(cases.default(H200)) + len(cases.PARTS) + 1)
+    _, _, printed = self.run_matrix("--list", "--layout", "token_major")
+    self.assertLessEqual(max(map(len, printed.splitlines())), 100)
+
+  def test_a_folder_is_no_file_of_rows(self):
+    error = io.StringIO()
+    with contextlib.redirect_stderr(error), self.assertRaises(SystemExit):
+      matrix.main(["--out", str(self.out.parent)])
+    self.assertIn(f"out must be a file, {self.out.parent} is a folder", error.getvalue())
+    with contextlib.redirect_stderr(error):
+      self.assertEqual(matrix.main(["--out", str(self.out / "a"), "--resume", "--list"]), 0)
 
   def test_it_is_a_command(self):
     printed = io.StringIO()
