@@ -40,8 +40,12 @@ class AttentionTest(TestCase):
 
   @parameterized.named_parameters(
     ("mixed", cases.MIXED, 2),
-    ("group_5", cases.GQA[3], 1),
-    ("page_128_dims", dataclasses.replace(cases.PAGES[3], head_dim=128, v_head_dim=64), 2),
+    ("group_5_v_bf16", cases.with_formats(cases.GQA[3], "nvfp4", "bf16"), 1),
+    (
+      "page_128_dims_v_fp8",
+      dataclasses.replace(cases.PAGES[3], head_dim=128, v_head_dim=64, v_format="fp8"),
+      2,
+    ),
   )
   def test_a4q(self, case, levels):
     self.check(case, levels)
