@@ -34,12 +34,14 @@ from jax import export
 from benchmarks import oracle, program
 from benchmarks.aot import DEFAULT_CACHE, ROOT, AotError, _find_plugin
 from benchmarks.gpu_checks import count_different, ragged_decode, ragged_prefill, worst_row
+from benchmarks.sources import kernel_hash
 from nvfp4_pallas.dispatch import Target, current_target, use_target
 from nvfp4_pallas.kernels import attention_triton_sm120 as kernel
 from nvfp4_pallas.ops.merge import merge_splits
 from nvfp4_pallas.read_paths import AttentionSpec
 
 REPEATS = 20
+HASH = "kernel_hash.txt"  # in a folder: of the sources that its calls were made of
 # The bound is for sums that are rounded; tensor cores cut theirs, which is twice as far.
 LSE_BOUNDS = 2.0
 # The numbers of a ragged batch: keys, and query tokens where it is no decode.
@@ -153,10 +155,15 @@ def export_all(argv: list[str], folder: pathlib.Path) -> int:
     print(error, file=sys.stderr)
     return 2
   folder.mkdir(parents=True, exist_ok=True)
+  (folder / HASH).write_text(sources_now())
   paths = filter(None, (str(plugin.parents[2]), os.environ.get("PYTHONPATH")))
   environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
   command = sys.executable, "-m", "benchmarks.triton_elsewhere", "lower", *argv[1:]
   return subprocess.run(command, cwd=ROOT, env=environment).returncode
+
+
+def sources_now() -> str:
+  return kernel_hash(["triton_attend"])
 
 
 def lower(case: Case, folder: pathlib.Path, arch: str) -> None:
@@ -184,7 +191,15 @@ def run_all(some: Sequence[Case], folder: pathlib.Path | None) -> int:
   if not architecture.startswith("sm_"):
     print(f"this needs a GPU, JAX sees only {architecture}", file=sys.stderr)
     return 2
-  print(f"the kernel for sm_120 on {jax.devices()[0].device_kind}, {architecture}, emulated there")
+  if folder is not None and (exported := (folder / HASH).read_text()) != sources_now():
+    print(
+      f"{folder} has the kernel of other sources, {exported}, than these, {sources_now()}: "
+      "export it again",
+      file=sys.stderr,
+    )
+    return 2
+  device = jax.devices()[0].device_kind
+  print(f"the kernel for sm_120, sources {sources_now()}, emulated on {device}, {architecture}")
   print(f"{'':36}{'worst row':>10}{'lse/bound':>10}{'seconds':>9}  products")
   failed = 0
   for case in some:

@@ -145,6 +145,14 @@ class RunTest(TestCase):
       self.assertEqual(triton_elsewhere.main(["run"]), 2)
     self.assertIn("this needs a GPU, JAX sees only cpu", errors.getvalue())
 
+  def test_exports_of_other_sources_are_refused(self):
+    folder, errors = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory())), io.StringIO()
+    (folder / "kernel_hash.txt").write_text("another")
+    with use_target(Target("sm_90")), contextlib.redirect_stderr(errors):
+      self.assertEqual(triton_elsewhere.main(["run", str(folder)]), 2)
+    self.assertIn("the kernel of other sources, another, than these", errors.getvalue())
+    self.assertIn("export it again", errors.getvalue())
+
   def test_the_kernels_source_passes(self):
     """Splits, a window and the rest of what a case hands to the kernel, emulated."""
     need_triton(self, INTERPRETS)
