@@ -526,6 +526,8 @@ CASES = (
   Case("attention/prefill_fp8_bf16", lambda: prefill(abstract_cache("fp8", "bf16"), "fp8"), 255),
   Case("attention/decode_bf16", lambda: split_kv(abstract_cache("bf16", "bf16"), "bf16"), 255),
   Case("sm100/prefill_a4q", lambda: on_sm_100(page_size=16), 255, arch="sm_100"),
+  # The most shared memory that there can be.
+  Case("sm100/prefill_a4q_v_bf16", lambda: on_sm_100(v_format="bf16"), 255, arch="sm_100"),
   Case(
     "sm100/prefill_a4q_64_window",
     lambda: on_sm_100(q_levels=1, head_dim=64, window=300),

@@ -181,6 +181,19 @@ def default(device: Device, implementations: tuple[str, ...] = ()) -> list[Case]
   return once(made)
 
 
+def published(device: Device, shapes: Iterable[tuple[int, int, int]]) -> list[Case]:
+  """What others have published times of, by the device's own kernels: attention of these shapes,
+  on a device for small ones of the small shapes of each phase."""
+  variants = tuple(v for v in VARIANTS if v.read_path != "nvfp4_a8q")
+  geometry = "small" if device.small else "8b"
+  made: list[Case] = []
+  for shape in w.SMALL_ATTENTION if device.small else shapes:
+    work = w.attention(*shape, geometry=geometry)
+    part = "full" if work.phase == "prefill" else work.phase
+    made += _attention(part, work, variants, (device.own,))
+  return made
+
+
 def once(cases: Iterable[Case]) -> list[Case]:
   """Of cases whose rows would be the same the first."""
   found: dict[tuple, Case] = {}

@@ -5,6 +5,7 @@ python3 -m benchmarks            every read path on small shapes and on real act
 python3 -m benchmarks matrix     every read path over the same shapes: on a GPU their times beside
                                  others', on a CPU small shapes; a row for each
 python3 -m benchmarks report     measured rows, the committed ones or others, as tables and plots
+python3 -m benchmarks published  the published times of NVFP4, FP8 and A4Q beside this card's
 python3 -m benchmarks compare    what moved between two files of rows, beyond noise
 python3 -m benchmarks costs      a table of measured costs, from which policy.py chooses read paths
 python3 -m benchmarks gpu        checks the kernels on the GPU of this machine
@@ -82,6 +83,12 @@ def _report(argv):
   return report.main(argv)
 
 
+def _published(argv):
+  from benchmarks import published
+
+  return published.main(argv)
+
+
 def _compare(argv):
   from benchmarks import compare
 
@@ -121,6 +128,7 @@ _COMMANDS = {
   "matrix": _matrix,
   "plan": _plan,
   "report": _report,
+  "published": _published,
   "compare": _compare,
   "costs": _costs,
   "quality": _quality,

@@ -27,6 +27,7 @@ import statistics
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -64,11 +65,7 @@ INTERRUPTED = 130  # the exit code, as a shell has it
 
 def main(argv: list[str]) -> int:
   options = _parse(argv)
-  architecture = current_target().architecture
-  on_gpu = architecture.startswith("sm_")
-  small = options.size == "small" or (options.size is None and not on_gpu)
-  device = cases.Device(architecture, small)
-  known = cases.default(device, tuple(options.implementations))
+  known = cases.default(device_of(options), tuple(options.implementations))
   chosen = _chosen(known, options)
   left_out = [part for part in options.parts if part not in {case.part for case in known}]
   if not chosen:
@@ -76,6 +73,16 @@ def main(argv: list[str]) -> int:
       "\n".join(["no case is left of what was asked for", *_not_here(left_out)]), file=sys.stderr
     )
     return 2
+  return measure(chosen, options, left_out)
+
+
+def measure(chosen: list[Case], options: argparse.Namespace, left_out: Sequence[str] = ()) -> int:
+  """Runs cases and prints what came out; the exit code.
+
+  Args:
+    options: of `add_options`.
+    left_out: parts that have no case on this device.
+  """
   if options.list:
     print("\n".join(_listed(chosen)))
     return 0
@@ -86,6 +93,7 @@ def main(argv: list[str]) -> int:
     return 2
   done = found.done()
   left = [case for case in chosen if cases.key(case.fields) not in done]
+  on_gpu = current_target().architecture.startswith("sm_")
   with Out(options.out, found.staying(left), options.revision) as out:
     run = _Run(out, left, on_gpu, options.seconds)
     if found.cut:
@@ -104,27 +112,30 @@ def main(argv: list[str]) -> int:
   return 2 if left and run.left == len(left) else 0
 
 
+def device_of(options: argparse.Namespace) -> cases.Device:
+  """This one, and whether small shapes are for it."""
+  architecture = current_target().architecture
+  on_gpu = architecture.startswith("sm_")
+  return cases.Device(
+    architecture, options.size == "small" or (options.size is None and not on_gpu)
+  )
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
   parser = argparse.ArgumentParser(
     prog="python3 -m benchmarks matrix",
     description=__doc__.format(minutes=_minutes(), seconds=_seconds_by_part()),
   )
+  add_options(parser, OUT)
   add = parser.add_argument
-  add("--out", type=pathlib.Path, default=OUT, metavar="FILE.jsonl")
-  add("--resume", action="store_true", help="keep the rows of FILE, run what they lack")
-  add("--overwrite", action="store_true", help="lose the rows of FILE")
-  add("--seconds", type=float, help="start nothing after so many")
   add("--parts", nargs="+", choices=cases.PARTS, default=cases.PARTS)
   add("--paths", nargs="+", choices=READ_PATHS, help="of attention, these alone")
   add("--implementations", nargs="+", default=[], metavar="NAME", help="instead of the device's")
   add("--no-peers", action="store_true", help="nothing of cuDNN, JAX and FlashInfer")
-  add("--size", choices=("full", "small"), help="of the shapes; by default the device's")
   add("--batch", type=int, help="of all shapes of attention")
   add("--page-size", type=int)
   add("--layout", help=f"of pages; {LAYOUT} is the one that there is")
   add("--geometry", help="a name (8b, 70b-tp8, 30b-moe, smollm2) or query heads/KV heads/head_dim")
-  add("--revision", help="of rows from a machine without a checkout")
-  add("--list", action="store_true", help="the cases and what they would take; runs nothing")
   options = parser.parse_args(argv)
   try:
     _check(options)
@@ -133,9 +144,22 @@ def _parse(argv: list[str]) -> argparse.Namespace:
   return options
 
 
+def add_options(parser: argparse.ArgumentParser, out: pathlib.Path) -> None:
+  """Those of every command that measures cases, which `out` has the rows of unless asked for."""
+  add = parser.add_argument
+  add("--out", type=pathlib.Path, default=out, metavar="FILE.jsonl")
+  how = parser.add_mutually_exclusive_group()
+  how.add_argument(
+    "--resume", action="store_true", help="keep the rows of FILE, run what they lack"
+  )
+  how.add_argument("--overwrite", action="store_true", help="lose the rows of FILE")
+  add("--seconds", type=float, help="start nothing after so many")
+  add("--size", choices=("full", "small"), help="of the shapes; by default the device's")
+  add("--revision", help="of rows from a machine without a checkout")
+  add("--list", action="store_true", help="the cases and what they would take; runs nothing")
+
+
 def _check(options: argparse.Namespace) -> None:
-  if options.resume and options.overwrite:
-    raise ValueError("--resume and --overwrite must not both be given")
   if options.batch is not None and options.batch < 1:
     raise ValueError(f"batch must be at least 1, got {options.batch}")
   if options.page_size is not None:
@@ -424,7 +448,7 @@ def _wrapped(line: str) -> list[str]:
   return textwrap.wrap(line, WIDTH, subsequent_indent=" " * 4)
 
 
-def summary(rows: list[dict], run: _Run, path: pathlib.Path, left_out: list[str]) -> list[str]:
+def summary(rows: list[dict], run: _Run, path: pathlib.Path, left_out: Sequence[str]) -> list[str]:
   """What is measured; what is not, and why, the report's last table says.
 
   Args:
@@ -448,7 +472,7 @@ def summary(rows: list[dict], run: _Run, path: pathlib.Path, left_out: list[str]
   return wrapped + [f"FAILED: {failure}" for failure in run.failures]
 
 
-def _not_here(left_out: list[str]) -> list[str]:
+def _not_here(left_out: Sequence[str]) -> list[str]:
   if not left_out:
     return []
   return [f"Left out: {', '.join(left_out)}, which are of full shapes (--size full) alone."]

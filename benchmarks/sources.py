@@ -149,4 +149,6 @@ def _imports(name: str) -> tuple[str, ...]:
       imported += [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE + "."):
       imported.append(node.module.removeprefix(PACKAGE + "."))
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) == "triton_launch.call":
+      imported.append(ast.literal_eval(node.args[0]))  # which it imports by name
   return tuple(imported)

@@ -48,6 +48,13 @@ class DispatchTest(TestCase):
     ):
       return self.run_command("--target", "sm_120", "--phase", "decode")
 
+  def test_names_what_is_to_be_installed(self):
+    missing = NotImplementedError("needs triton 3.7 or later: pip install 'triton>=3.7'")
+    with mock.patch("nvfp4_pallas.kernels.triton_launch.check_installed", side_effect=missing):
+      status, text = self.run_command("--target", "sm_120")
+    self.assertEqual(status, 1)
+    self.assertEndsWith(text, f"\n{missing}")
+
   def test_names_the_instructions(self):
     status, text = self.compiled()
     self.assertEqual(status, 0)

@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,11 @@ from absl.testing import absltest, parameterized
 import nvfp4_pallas as nv
 from nvfp4_pallas import dispatch
 from nvfp4_pallas.dispatch import Entry, Target
+from nvfp4_pallas.kernels import triton_launch
+from nvfp4_pallas.ops.decode import resolve_decode
+from nvfp4_pallas.ops.prefill import resolve_prefill
+from nvfp4_pallas.ops.request import attention_request
+from nvfp4_pallas.read_paths import AttentionSpec
 from tests import cases
 from tests.base import TestCase
 
@@ -74,6 +80,45 @@ class ResolveTest(TestCase):
     with dispatch.use_target(Target("sm_100")):
       self.assertEqual(dispatch.current_target().architecture, "sm_100")
     self.assertEqual(dispatch.current_target().architecture, "cpu")
+
+
+class DeviceTest(TestCase):
+  """A4Q on GPUs as JAX describes them, without a target."""
+
+  def resolved(self, capability, operation, implementation=None):
+    built = cases.build(cases.MIXED)
+    request = attention_request(built.q, built.cache, AttentionSpec("nvfp4_a4q", True, 0.1))
+    gpu = mock.Mock(compute_capability=capability, device_kind="a GPU", platform="gpu")
+    with (
+      mock.patch.object(jax, "default_backend", lambda: "gpu"),
+      mock.patch.object(jax, "devices", lambda: [gpu]),
+      mock.patch.object(triton_launch, "check_installed"),
+    ):
+      return operation(request, implementation)
+
+  @parameterized.product(
+    operation=(resolve_prefill, resolve_decode),
+    device=(
+      ("9.0", "mosaic_sm90"),
+      ("10.0", "mosaic_sm100"),
+      ("12.0", "triton_sm120"),
+      ("8.9", "xla"),
+      ("10.3", "xla"),
+      ("12.1", "xla"),
+    ),
+  )
+  def test_its_own_kernel_and_no_other(self, operation, device):
+    capability, expected = device
+    chosen = self.resolved(capability, operation)
+    self.assertEqual(chosen.implementation, expected)
+    architecture = "sm_" + capability.replace(".", "")
+    for name in {"mosaic_sm90", "mosaic_sm100", "triton_sm120"} - {expected}:
+      needed = "sm_" + name.rpartition("_sm")[2]
+      with self.assertRaisesRegex(
+        NotImplementedError,
+        f"'{name}' cannot run: it needs {needed}, the device is {architecture}$",
+      ):
+        self.resolved(capability, operation, name)
 
 
 class AttentionArgumentsTest(TestCase):

@@ -22,7 +22,7 @@ from nvfp4_pallas.ops.request import attention_request
 from tests import cases, kernel_cases
 from tests.base import TestCase
 from tests.judged import check_close, exact_of, spec_of
-from tests.triton_shapes import DENSE, LONG
+from tests.triton_shapes import LONG
 
 
 class AttentionTest(TestCase):
@@ -40,14 +40,19 @@ class AttentionTest(TestCase):
 
   @parameterized.named_parameters(
     ("mixed", cases.MIXED, 2),
-    ("group_5", cases.GQA[3], 1),
-    ("page_128_dims", dataclasses.replace(cases.PAGES[3], head_dim=128, v_head_dim=64), 2),
+    ("group_5_v_bf16", cases.with_formats(cases.GQA[3], "nvfp4", "bf16"), 1),
+    (
+      "page_128_dims_v_fp8",
+      dataclasses.replace(cases.PAGES[3], head_dim=128, v_head_dim=64, v_format="fp8"),
+      2,
+    ),
   )
   def test_a4q(self, case, levels):
     self.check(case, levels)
 
   def test_splits_and_masks(self):
-    case = dataclasses.replace(DENSE, options=(("window", 90), ("soft_cap", 3.5)))
+    """Of three key tiles, two follow each other in the first split."""
+    case = dataclasses.replace(LONG, options=(("window", 290), ("soft_cap", 3.5)))
     self.check(case, num_splits=2)
 
   def test_decode_by_the_operation(self):

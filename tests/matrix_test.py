@@ -41,7 +41,8 @@ def shapes_of(part, **fields):
 
 class CasesTest(TestCase):
   def test_every_read_path_at_every_shape_that_is_asked_for(self):
-    """The seeds' four query shapes, and decode of 1, 16 and 64 over 2K, 8K and 32K."""
+    """The seeds' four query shapes and their prompt of 16K, and decode of 1, 16 and 64 over 2K, 8K
+    and 32K."""
     tails = [(batch, q_len, 16384) for batch in (1, 16) for q_len in (8, 16)]
     decode = list(itertools.product((1, 16, 64), (1,), (2048, 8192, 32768)))
     for part, shapes in (
@@ -373,7 +374,7 @@ class MatrixTest(MatrixTestCase):
     (("--page-size", "0"), r"page_size must be one of \(16, .*\), got 0"),
     (("--page-size", "24"), r"page_size must be one of \(16, .*\), got 24"),
     (("--implementations", "cuda"), "implementations must be of mosaic_sm90, .*, got cuda"),
-    (("--resume", "--overwrite"), "--resume and --overwrite must not both be given"),
+    (("--resume", "--overwrite"), "argument --overwrite: not allowed with argument --resume"),
   )
   def test_bad_options(self, argv, message):
     error = io.StringIO()

@@ -372,6 +372,8 @@ class SourcesTest(TestCase):
     self.assertContainsSubset(["decode_attend", "decode_join", "mma_fragments", "ptx"], decode)
     self.assertNoCommonElements(["tail_attend", "wide_consumer", "append_ptx"], decode)
     self.assertIn("wide_consumer", sources.closure(["prefill_mosaic_sm90"]))
+    triton = sources.closure(["attention_triton_sm120"])  # imported when it is called
+    self.assertContainsSubset(["triton_attend", "triton_fp4", "triton_keys"], triton)
     self.assertEqual(sources.kernel_hash(["cudnn_fprop", "loop_add_fusion"]), "")
     names = ["decode_attend_mosaic_gpu_kernel"], ["fused_attend_mosaic_gpu_kernel"]
     self.assertLen({sources.kernel_hash(of) for of in names}, 2)

@@ -2,11 +2,13 @@
 
 import ctypes
 import functools
+import zlib
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from absl.testing import absltest
+from jaxlib.mlir import ir
 
 import nvfp4_pallas as nv
 from benchmarks import clocks, program
@@ -139,6 +141,23 @@ class ProgramTest(TestCase):
       "(tensor<1x8x4x128xbf16>, tensor<1x8x2x128xbf16>) -> (tensor<1x8x4x128xbf16>, tensor<0xui8>)"
     )
     self.assertEqual(program.operands(text), {"__cudnn$fmhaSoftmax": ["bf16", "bf16"]})
+
+  def test_a_program_of_triton(self):
+    """jax-triton hands it over compressed; MLIR writes bytes as they are or escaped."""
+    fp4 = "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1"
+    ptx = f"{list(range(500))} .entry triton_attend( {fp4}.f32.ue4m3 {{ }};\n"
+    ptx += "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { };"
+    with ir.Context():
+      opaque = str(ir.StringAttr.get(zlib.compress(ptx.encode())))
+    self.assertIn("\\", opaque)
+    text = (
+      "%0:2 = stablehlo.custom_call @triton_kernel_call_ffi(%arg0, %arg1) {backend_config = "
+      f'"", mhlo.backend_config = {{opaque = {opaque}}}}} : '
+      "(tensor<16x64xbf16>, tensor<8x16xui8>) -> (tensor<16x64xf32>, tensor<16xf32>)"
+    )
+    self.assertEqual(program.operands(text), {"triton_attend": ["bf16", "u8"]})
+    products = ["mma m16n8k16 bf16 x bf16", "mma m16n8k64 e2m1 x e2m1"]
+    self.assertEqual(program.products(text), {"triton_attend": products})
 
 
 if __name__ == "__main__":

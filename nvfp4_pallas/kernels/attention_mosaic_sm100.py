@@ -12,18 +12,20 @@ of codes and E4M3 block scales as the cache holds them; P V is a product in bflo
 Tensor memory holds S, O and the scales of both operands.
 
 A block of threads is one warpgroup and has a tile of ROWS query rows, one KV head and one split of
-the keys. It fetches its own pages, one tile ahead:
+the keys. It fetches its own pages, a tile ahead, and for each tile i
 
-    copies         Q, tile 0 | tile 1                                        | tile 2
-    tensor cores   .         | S = Q K^T        .                  | O += P V, next S
-    threads        .         | widen V          | mask, P, shrink O| .
+    copies         tile i + 1
+    tensor cores   O += P V of tile i - 1, then S = Q K^T of tile i    | .
+    threads        widen V of tile i                                   | mask, P, shrink O
 
-The order that tensor memory wants of scales (`arranged`) is made outside, of K's for all pages that
-the page table names: a ninth of the bytes that the kernel reads of K.
+so that tensor cores wait while P is made: a simple schedule, not a fast one. The order that tensor
+memory wants of scales (`arranged`) is made outside, of K's for all pages that the page table names:
+a ninth of the bytes that the kernel reads of K.
 
-    head_dim, levels     shared memory    registers
-    64, 1                107 KiB          199
-    128, 2               186 KiB          196
+    head_dim, levels, V      shared memory    registers
+    64, 1, NVFP4             92 KiB           209
+    128, 2, NVFP4            155 KiB          195
+    128, 2, BF16             200 KiB          195
 
 Nothing that a row does not see can change it, with the exception that attention_mosaic_sm90.py
 names: a faulty V of a key that other rows of the query tile see.
@@ -196,8 +198,8 @@ def _run(
     v_gmem, (out_gmem, lse_gmem) = refs[:-2], refs[-2:]
     q_smem, q_scale_smem, q_scale_tmem = scratch["q"], scratch["q_scale"], scratch["q_scale_tmem"]
     k_smem, k_scale_smem, k_scale_tmem = scratch["k"], scratch["k_scale"], scratch["k_scale_tmem"]
-    v_raw, v_smem, p_smem = scratch["v_raw"], scratch["v"], scratch["p"]
-    s_tmem, o_tmem, out_smem, row_smem = (scratch[x] for x in ("s", "o", "out", "row"))
+    v_raw, v_smem, (p_smem, out_smem) = scratch["v_raw"], scratch["v"], scratch["p_or_out"]
+    s_tmem, o_tmem, row_smem = scratch["s"], scratch["o"], scratch["row"]
     q_ready, tile_ready = scratch["q_ready"], scratch["tile_ready"]
     s_done, o_done = scratch["s_done"], scratch["o_done"]
     split, kv_head, tile = (lax.axis_index(name) for name in grid)
@@ -277,15 +279,10 @@ def _run(
 
       plgpu.barrier_wait(tile_ready.at[slot])
       start_scores(slot)
-
-      @pl.when(later)
-      def _():
-        plgpu.barrier_wait(o_done)  # of the last tile, whose P and V are overwritten now
-
       # P is 0 where a row does not see a key, but 0 * NaN is not.
       key = key_tile * KEYS + plgpu.broadcasted_iota(jnp.int32, (KEYS,), 0, layout=KEY)
       live = (key >= item.key_begin) & (key < item.key_end)
-      v_loader.widen(v_raw, slot, 0, live, v_smem)
+      v_loader.widen(v_raw, slot, 0, live, v_smem.at[slot])
       s = masked(finished_scores(slot), key_tile)
       new_max = jnp.maximum(row_max, jnp.max(s, axis=1))
       # A row that has seen nothing yet has maximum -inf; 0 in its place keeps exp2 from NaN.
@@ -293,16 +290,17 @@ def _run(
       shrink = jnp.exp2(row_max - anchor)
       p = jnp.exp2(s - along(anchor, s))
       row_smem[...] = _load_rows(row_smem) * shrink + jnp.sum(p, axis=1)
-      p_smem[...] = p.astype(jnp.bfloat16)
 
       @pl.when(later)
       def _():
+        plgpu.barrier_wait(o_done)  # of the last tile, whose P is overwritten now
         shrink_out(shrink)
 
+      p_smem[...] = p.astype(jnp.bfloat16)
       plgpu.commit_smem()
       for i in range(2):
         columns = o_tmem.at[:, pl.ds(i * half, half)]
-        plgpu.tcgen05_mma(columns, p_smem, v_smem.at[i], accumulate=later)
+        plgpu.tcgen05_mma(columns, p_smem, v_smem.at[slot, i], accumulate=later)
       plgpu.tcgen05_commit_arrive(o_done)
       return new_max
 
@@ -332,17 +330,17 @@ def _run(
     row_sum = _load_rows(row_smem)
     empty = row_sum == 0.0
     factor = jnp.where(empty, 0.0, scales_gmem[1, kv_head] / jnp.where(empty, 1.0, row_sum))
+    row_smem[...] = jnp.where(empty, NEG_INF, row_max / LOG2_E + jnp.log(row_sum))
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(row_smem, lse_gmem.at[split, tile, kv_head])
     for i in range(2):
       for first in range(0, half, PIECE):
         o = plgpu.async_load_tmem(o_tmem.at[:, pl.ds(i * half + first, PIECE)], layout=SCORES)
         # Where no tile was multiplied, tensor memory holds anything.
-        out_smem[i, :, pl.ds(first, PIECE)] = jnp.where(along(empty, o), 0.0, o * along(factor, o))
-    row_smem[...] = jnp.where(empty, NEG_INF, row_max / LOG2_E + jnp.log(row_sum))
-    plgpu.commit_smem()
-    for i in range(2):
-      plgpu.copy_smem_to_gmem(out_smem.at[i], out_gmem.at[split, tile, kv_head, i])
-    plgpu.copy_smem_to_gmem(row_smem, lse_gmem.at[split, tile, kv_head])
-    plgpu.wait_smem_to_gmem(0)
+        out_smem[:, pl.ds(first, PIECE)] = jnp.where(along(empty, o), 0.0, o * along(factor, o))
+      plgpu.commit_smem()
+      plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[split, tile, kv_head, i])
+      plgpu.wait_smem_to_gmem(0)
 
   lead = (num_splits, num_tiles, kv_heads)
   return plgpu.kernel(
@@ -373,9 +371,11 @@ def _scratch(levels: int, head_dim: int, v_loader: Loader, page_size: int) -> di
     k_scale=plgpu.SMEM((STAGES, 1, words, 32, 16), E4M3),
     k_scale_tmem=of_scales(),
     v_raw=v_loader.raw(),
-    v=swizzled((2, KEYS, half), jnp.bfloat16, v_loader.columns),
-    p=swizzled((ROWS, KEYS), jnp.bfloat16, 64),
-    out=swizzled((2, ROWS, half), jnp.float32, PIECE),
+    v=swizzled((STAGES, 2, KEYS, half), jnp.bfloat16, v_loader.columns),
+    # Half of O's columns at a time, when P is done with.
+    p_or_out=plgpu.RefUnion(
+      swizzled((ROWS, KEYS), jnp.bfloat16, 64), swizzled((ROWS, half), jnp.float32, PIECE)
+    ),
     row=plgpu.SMEM((ROWS,), jnp.float32),  # the sums of P, and at the end lse
     s=plgpu.TMEM((ROWS, KEYS), jnp.float32),
     o=plgpu.TMEM((ROWS, 2 * half), jnp.float32),

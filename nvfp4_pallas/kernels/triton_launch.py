@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 
+from nvfp4_pallas.dispatch import current_target
+
 # jax-triton brings Triton, but does not say so of versions that came later.
 PACKAGES = {"jax-triton": (0, 4, 1), "triton": (3, 7)}
 # The first version of PTX that has the block-scaled product. Left alone, Triton would ask for the
 # newest one that its own assembler knows, which may be too new for the one that JAX calls.
 PTX_VERSION = 87
-COMPUTE_CAPABILITY = 120
 
 
 def call(
@@ -30,7 +31,7 @@ def call(
   num_stages: int,
   **parameters,
 ) -> Any:
-  """Runs a Triton kernel of this package.
+  """Runs a Triton kernel of this package, compiled for the target's architecture.
 
   Args:
     kernel: a module of nvfp4_pallas.kernels, and the function in it.
@@ -61,7 +62,7 @@ def call(
       grid=grid,
       num_warps=num_warps,
       num_stages=num_stages,
-      compute_capability=COMPUTE_CAPABILITY,
+      compute_capability=int(current_target().architecture.removeprefix("sm_")),
       # Where Triton may fuse a product and a sum, it changes no number that is defined.
       backend_options={"ptx_version": PTX_VERSION, "enable_fp_fusion": True},
       **parameters,
