@@ -28,8 +28,11 @@ _PEERS = {"cudnn": "cuDNN", "jax_paged": "JAX"}
 
 
 def is_stale(row: dict) -> bool:
-  """Whether the sources have changed since, of its kernels or, where none ran, the definition."""
-  if row["phase"] == "copy":
+  """Whether the sources have changed since, of its kernels or, where none ran, the definition.
+
+  What has no time, such as a reason why not, is never stale.
+  """
+  if row["phase"] == "copy" or row["us_median"] is None:
     return False
   definition = definition_of(row["implementation"], row["kernel_hash"])
   changed = row["kernel_hash"] != kernel_hash(row["kernel_names"])

@@ -237,7 +237,9 @@ class ReportTest(ReportTestCase):
     of_xla = {"implementation": "xla", "kernel_names": ("loop_fusion",)}
     row = dataclasses.asdict(timed("fp8", 8.0, **of_xla))
     self.assertFalse(measured.is_stale(row))
-    self.assertTrue(measured.is_stale(row | {"definition_hash": "another"}))
+    changed = row | {"definition_hash": "another"}
+    self.assertTrue(measured.is_stale(changed))
+    self.assertFalse(measured.is_stale(changed | {"us_median": None}))
 
   def test_what_chooses_a_kernel_is_in_its_hash(self):
     chosen = {
