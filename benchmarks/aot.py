@@ -233,7 +233,8 @@ def _find_plugin(cache: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
   for root in _installed_roots(version):
     if (root / PLUGIN).exists() and (root / RUNTIME).exists():
       return root / PLUGIN, root / RUNTIME
-  root = cache / f"jax-cuda13-{version}"
+  # The plugin has modules for one version of Python.
+  root = cache / f"jax-cuda13-{version}-{sys.implementation.cache_tag}"
   if not root.exists():
     _download(version, root)
   return root / PLUGIN, root / RUNTIME

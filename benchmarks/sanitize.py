@@ -3,11 +3,13 @@
     memcheck    accesses outside of arrays, each of which has an allocation of its own here
     racecheck   races in shared memory
     initcheck   reads of device memory that nobody wrote
+    synccheck   wrong use of barriers; only if it is asked for
 
 One process for each tool, of `benchmarks gpu` with few checks of small shapes and without repeats,
 since everything is 10 to 1000 times slower. What the tool says is kept in a log for each; printed
-are its end and the places in kernels that it names most. Where the tool is not installed that is
-said, and nothing else happens.
+are its end and the places in kernels that it names most. It comes with CUDA's toolkit or `pip
+install nvidia-cuda-sanitizer-api` (the extra `sanitize`); where it is not installed that is said,
+and nothing else happens.
 """
 
 from __future__ import annotations
@@ -30,6 +32,13 @@ from benchmarks.text_table import Table
 
 TOOL = "compute-sanitizer"
 TOOLS = ("memcheck", "racecheck", "initcheck")
+# XLA tries some of CUDA's functions to see whether they are there, which is no error of a kernel.
+OPTIONS = {
+  "memcheck": ("--report-api-errors", "no"),
+  "racecheck": (),
+  "initcheck": (),
+  "synccheck": (),
+}
 # Every kernel for Hopper is in one of these.
 CHECKS = (
   *("pack", "append", "four_over_six", "recent", "plain", "new_kv", "decode", "tails"),
@@ -75,12 +84,13 @@ def main(argv: list[str]) -> int:
   parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("out/sanitize"))
   options = parser.parse_args(argv)
   tools = options.tools.split(",")
-  if not set(tools) <= set(TOOLS):
-    parser.error(f"--tools must be of {', '.join(TOOLS)}, got {options.tools}")
+  if not set(tools) <= set(OPTIONS):
+    parser.error(f"--tools must be of {', '.join(OPTIONS)}, got {options.tools}")
   looked = list(places())
-  program = next((place for place in looked if os.access(place, os.X_OK)), None)
+  program = next((p for p in looked if os.path.isfile(p) and os.access(p, os.X_OK)), None)
   if program is None:
     print(f"{TOOL} is not installed: nothing was checked. Looked at", *looked, sep="\n  ")
+    print("Its package is nvidia-cuda-sanitizer-api; or set CUDA_HOME to where bin/ has it.")
     return 1
   print(f"{program}, checks {options.only}, {options.seconds:g} s for each tool", flush=True)
   options.out.mkdir(parents=True, exist_ok=True)
@@ -109,15 +119,15 @@ def places() -> Iterable[str]:
     yield os.path.join(root, "bin", TOOL)
     yield os.path.join(root, TOOL, TOOL)
   for folder in sys.path:
-    yield from sorted(glob.glob(os.path.join(folder, "nvidia", "**", TOOL), recursive=True))
+    yield from sorted(glob.glob(os.path.join(folder, "nvidia", "*", "bin", TOOL)))
 
 
 def run(program: str, tool: str, checks: str, seconds: float, out: pathlib.Path) -> Outcome:
   """One tool over the checks; ended after `seconds`, and asked to start none late."""
   log, printed = out / f"{tool}.log", out / f"{tool}.checks.log"
   log.unlink(missing_ok=True)
-  command = [program, "--tool", tool, "--error-exitcode", "99", "--target-processes", "all"]
-  command += ["--print-limit", str(PRINTED), "--show-backtrace", "no", "--log-file", str(log)]
+  command = [program, "--tool", tool, *OPTIONS[tool], "--show-backtrace", "no"]
+  command += ["--error-exitcode", "99", "--print-limit", str(PRINTED), "--log-file", str(log)]
   command += [sys.executable, "-m", "benchmarks", "gpu", "--repeats", "0", "--only", checks]
   command += ["--seconds", f"{seconds / 2:g}"]
   flags = f"{os.environ.get('XLA_FLAGS', '')} {XLA_FLAGS}".strip()

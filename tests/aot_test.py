@@ -6,7 +6,9 @@ Skipped where JAX's CUDA compiler can neither be found nor downloaded.
 import collections
 import dataclasses
 import os
+import pathlib
 import re
+import sys
 from unittest import mock
 
 from absl.testing import absltest, parameterized
@@ -172,6 +174,17 @@ class ReportTest(TestCase):
       self.assertRaisesRegex(aot.MissingError, "nvdisasm is missing.*triton"),
     ):
       aot._find_tool("nvdisasm")
+
+  def test_plugins_are_kept_for_each_python(self):
+    folder = pathlib.Path(self.create_tempdir().full_path)
+    with (
+      mock.patch.object(aot, "_installed_roots", lambda version: []),
+      mock.patch.object(aot, "_download") as download,
+    ):
+      plugin, _ = aot._find_plugin(folder)
+    version, root = download.call_args.args
+    self.assertEqual(root, folder / f"jax-cuda13-{version}-{sys.implementation.cache_tag}")
+    self.assertEqual(plugin, root / aot.PLUGIN)
 
   def test_unknown_name(self):
     self.assertEqual(aot.main(["pack", "no_such_kernel"]), 2)

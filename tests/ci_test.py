@@ -11,6 +11,7 @@ from unittest import mock
 
 from absl.testing import absltest
 
+from benchmarks import aot_cases
 from tests.base import TestCase
 
 SCRIPT = pathlib.Path(__file__).parent.parent / ".ci" / "run"
@@ -62,9 +63,14 @@ class CiTest(TestCase):
     status, printed, asked = self.run_script(fetched=0)
     self.assertEqual(status, 0, printed)
     self.assertIn("bootstrap --extra tests --version 3.13 --pin jax==0.11.2\n", asked)
-    (modules,) = re.findall(r"-m tests (\w+_test(?:\s+\w+_test)+)", asked)
-    for module in modules.split():
-      self.assertTrue((SCRIPT.parent.parent / "tests" / f"{module}.py").exists(), module)
+    (names,) = re.findall(r"^-m tests (.+)$", asked, re.MULTILINE)
+    self.assertIn("jit_test", names.split())
+    compiled = [case.name for case in aot_cases.CASES]
+    for name in names.split():
+      module, _, case = name.partition(".")
+      self.assertTrue((SCRIPT.parent.parent / "tests" / f"{module}.py").exists(), name)
+      if case:
+        self.assertIn(case.removeprefix("CompileTest.test_case_"), compiled)
 
   def test_without_the_other_versions_the_gate_fails(self):
     status, printed, _ = self.run_script(fetched=0, NO_CORNER="1")

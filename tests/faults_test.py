@@ -26,7 +26,7 @@ prefill = jax.jit(functools.partial(nv.prefill, implementation="xla"), static_ar
 decode = jax.jit(functools.partial(nv.decode, implementation="xla"), static_argnames=NAMES)
 
 
-def new_cache(format="nvfp4", num_pages=PAGES, heads=HEADS):
+def new_cache(format="nvfp4", num_pages=PAGES, heads=HEADS, **options):
   scale = {} if format == "bf16" else {"k_global_scale": 0.7, "v_global_scale": 1.3}
   return nv.PagedKVCache.create(
     num_pages=num_pages,
@@ -35,6 +35,7 @@ def new_cache(format="nvfp4", num_pages=PAGES, heads=HEADS):
     head_dim=DIM,
     k_format=format,
     **scale,
+    **options,
   )
 
 
@@ -133,6 +134,35 @@ class NonFiniteTest(FaultsTestCase):
       return
     self.assertTrue(np.isnan(out[wrong]).all() and np.isnan(last[wrong_last]).all())
     self.assertTrue(np.isnan(lse[rows]).all() and np.isnan(last_lse[rows_last]).all())
+
+  def test_one_value_in_a_recent_window(self):
+    """In the ring it stays what it was; in the pages, which it reaches later, it is NaN."""
+    batches = [ragged(self.BATCH[0], [n, 9], q) for n, q in ((20, [20, 9]), (32, [12, 0]))]
+    # Token 7 is wide at first; with 32 tokens its page has left the window.
+    rings = {"recent_window": 12, "num_rings": SEQS}
+    results = []
+    for value in (np.inf, None):
+      cache, states = new_cache(**rings), []
+      for batch, tokens in zip(batches, (29, 12), strict=True):
+        k, v = kv(tokens, seed=tokens)
+        if tokens == 29 and value is not None:
+          v = v.at[self.TOKEN, self.HEAD, self.ELEMENT].set(value)
+        cache = append(cache, k, v, batch)
+        q = queries(SEQS, rows=SEQS)
+        out, _ = decode(q, cache, one_more(batch), read_path="nvfp4_dequant")
+        states.append(np.asarray(out).astype(np.float32))
+      results.append(states)
+    self.assertEqual([int(s) for s in cache.recent.starts[:2]], [16, 0])
+    first = self.ELEMENT // 16 * 16
+    for step, (got, want) in enumerate(zip(*results, strict=True)):
+      wrong = np.zeros(got.shape, bool)
+      if step == 0:
+        wrong[0, self.HEAD * GROUP :, self.ELEMENT] = True
+        self.assertTrue((got[wrong] == np.inf).all())
+      else:
+        wrong[0, self.HEAD * GROUP :, first : first + 16] = True
+        self.assertTrue(np.isnan(got[wrong]).all())
+      np.testing.assert_array_equal(got[~wrong], want[~wrong])
 
   @parameterized.parameters("nvfp4", "fp8", "bf16")
   def test_every_token_is_bad(self, format):
@@ -325,6 +355,16 @@ class SizesTest(FaultsTestCase):
       one = nv.RaggedBatch.for_decode(batch.page_table[s : s + 1], batch.kv_lens[s : s + 1])
       alone = decode(q[s : s + 1], cache, one, read_path="nvfp4_dequant")
       self.assert_same_bits((out[s], lse[s]), (alone[0][0], alone[1][0]))
+    # By a batch one token is appended for each; and prefill takes as many as decode.
+    grown = dataclasses.replace(batch, kv_lens=jnp.minimum(batch.kv_lens + 1, PAGE))
+    new = rows[::PAGE] * 2
+    longer = np.asarray(append(cache, new, new, grown).k.data)
+    row = np.asarray(grown.kv_lens) - 1
+    by_slot = jnp.asarray(table[:, 0] * PAGE + row, jnp.int32)
+    want = append(cache, new, new, slot_mapping=by_slot).k.data
+    np.testing.assert_array_equal(longer, want)
+    _, many = prefill(q, cache, batch, read_path="nvfp4_dequant")
+    np.testing.assert_allclose(many, lse, rtol=1e-6, atol=1e-5)
     key = jnp.ones_like(batch.kv_lens)
     first = decode(q, cache, dataclasses.replace(batch, kv_lens=key), read_path="nvfp4_dequant")
     some = lens > 0

@@ -142,8 +142,7 @@ class Reading:
 
 
 READINGS = (
-  Reading("nvfp4_dequant", ("nvfp4", "nvfp4"), sinks=True),
-  Reading("nvfp4_dequant", ("fp8", "nvfp4"), (("window", 19), ("soft_cap", 3.5))),
+  Reading("nvfp4_dequant", ("fp8", "nvfp4"), (("window", 19), ("soft_cap", 3.5)), sinks=True),
   Reading("nvfp4_dequant", ("nvfp4", "nvfp4"), recent_window=20),
   Reading("nvfp4_a4q", ("nvfp4", "fp8"), (("q_levels", 1),), sinks=True),
   Reading("nvfp4_a8q", ("nvfp4", "bf16"), (("sm_scale", -0.2),), recent_window=5),
