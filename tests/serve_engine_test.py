@@ -128,8 +128,9 @@ class EngineTest(TestCase):
       chosen = logits[np.arange(len(logits)), tokens[request.prompt :]]
       self.assertLen(likeliest, request.item.output)
       worst = max(worst, np.abs(logits.max(1) - likeliest).max(), (logits.max(1) - chosen).max())
-    spread = float(np.std(logits))
-    self.assertLess(worst, 0.05 * spread)
+    # Of logits near 1: BF16's rounding makes .0018, one key of hundreds that is not seen .0086, a
+    # page of another prompt .4.
+    self.assertLess(worst, 0.004)
 
   def test_equal_ids_are_equal_tokens(self):
     one, two = (Request(i, Item(0.0, 700, 1, (5, 6 + i))) for i in range(2))
