@@ -165,7 +165,7 @@ def _sweep(server: Setup, options) -> int:
   if options.plot is not None:
     from benchmarks import serve_plot
 
-    title = f"{options.model}, {options.pool_gib:g} GiB of cache; {told}"
+    title = f"{options.model}, {options.pool_gib:g} GiB of cache\n{told}"
     if options.sweep == "capacity":
       tokens = [server.pages(f) * server.page_size for f in (BASELINE, other)]
       serve_plot.draw_capacity(points, other, title, tokens, options.plot)
