@@ -54,18 +54,32 @@ class Timeline:
   finished: float | None = None
 
 
+SAMPLED = 10.0  # seconds between two lines of vLLM's log, which is where others read peaks
+
+
 @dataclasses.dataclass
 class Usage:
-  """The share of held pages over time: at the end of every step, for as long as it took."""
+  """The share of held pages over time, and who runs: as every step has it, for as long as it takes.
+
+  Attributes:
+    peak, peak_running: of all steps.
+    seen, seen_running: of those under way when SAMPLED seconds are over: what a log shows.
+    seconds: of all steps.
+  """
 
   peak: float = 0.0
   peak_running: int = 0
+  seen: float = 0.0
+  seen_running: int = 0
   seconds: float = 0.0
   _sum: float = 0.0
 
   def step(self, usage: float, running: int, seconds: float) -> None:
     self.peak = max(self.peak, usage)
     self.peak_running = max(self.peak_running, running)
+    if (self.seconds + seconds) // SAMPLED > self.seconds // SAMPLED:
+      self.seen = max(self.seen, usage)
+      self.seen_running = max(self.seen_running, running)
     self._sum += usage * seconds
     self.seconds += seconds
 
