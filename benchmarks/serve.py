@@ -29,7 +29,7 @@ from collections.abc import Iterable
 from benchmarks import serve_case, serve_options, serve_sweeps, serve_table
 from benchmarks.serve_formats import BASELINE, FORMATS
 from benchmarks.serve_metrics import Metrics, Slo, measure
-from benchmarks.serve_setup import Setup
+from benchmarks.serve_setup import GIB, Setup
 from benchmarks.serve_workloads import Workload
 
 SOME = ("bf16", "fp8", "fp8_nvfp4", "nvfp4", "nvfp4_dequant", "nvfp4_repack", "nvfp4_a8q")
@@ -58,12 +58,15 @@ def main(argv: list[str]) -> int:
   live = parser.add_argument_group("live").add_argument
   live("--layers", type=int, metavar="N", help="of the model's; default: all")
   live("--implementation", help="who runs the operations; default: the device's kernels")
+  live("--revision", help="of rows from a machine without a checkout")
   live("--write-model-costs", type=pathlib.Path, metavar="FILE.json", help="for --model-costs")
   options = parser.parse_args(argv)
   if options.plot and not options.sweep:
     parser.error("--plot needs --sweep")
   if options.live and (options.case or options.sweep):
     parser.error("--live serves requests, neither a --case nor a --sweep")
+  if options.live and options.model_costs:
+    parser.error("--live times the model itself, --model-costs is for --simulate")
   try:
     if options.case:
       print("\n".join(serve_case.lines(serve_case.run())))
@@ -114,20 +117,35 @@ def _live(server: Setup, workload: Workload, options) -> int:
   from benchmarks import serve_live
 
   decoder, model = serve_live.load(options.model, options.layers, serve_live.dtype_of_device())
+  if options.pool_gib is None:
+    pool_bytes = server.pool_bytes * model.layers // server.model.layers
+    server = dataclasses.replace(server, pool_bytes=pool_bytes)
   chunks = server.most_chunks or serve_live.MOST_CHUNKS
-  server = dataclasses.replace(server, model=model, most_chunks=chunks)
+  # Kernels as they are: FP8's for short chunks too.
+  server = dataclasses.replace(server, model=model, most_chunks=chunks, costs="measured")
   print(
-    f"{workload.name}: {len(workload.items):,} requests, live\n{serve_options.costs_told(server)}"
+    f"{workload.name}: {len(workload.items):,} requests, live, {model.layers} layers\n"
+    f"{serve_options.costs_told(server)}",
+    flush=True,
   )
   found: dict[str, Metrics] = {}
-  rejected, faults = [], []
+  rejected, faults, rows = [], [], []
+  model_costs = None
   for name in options.formats or LIVE:
-    pair = serve_live.run(server, decoder, workload, FORMATS[name], options.implementation)
+    pair = serve_live.run(
+      server, decoder, workload, FORMATS[name], options.implementation, model_costs
+    )
+    model_costs = pair.model_costs
     found[name] = measure(pair.live, Slo(*options.slo))
     rejected += [f"{name}: {message}" for message in pair.live.rejected]
-    faults += filter(None, [serve_live.judge(server, workload, pair), pair.live.error])
+    faults += serve_live.judge(server, workload, pair)
+    faults += filter(None, [pair.live.error])
     print("\n".join(serve_live.lines(server, workload, pair)), flush=True)
-    _write((_row(server, workload, name, m) for name, m in found.items()), options.out)
+    of = serve_live.row_fields(pair, options.revision)
+    for kind, run in (("live", pair.live), ("simulated", pair.simulated)):
+      row = _row(server, workload, name, measure(run, Slo(*options.slo)))
+      rows.append({"run": kind, **row, **of})
+    _write(rows, options.out)
     if options.write_model_costs is not None:
       pair.model_costs.save(options.write_model_costs)
   print("\n".join(("", *serve_table.lines(server, found))))
@@ -165,7 +183,7 @@ def _sweep(server: Setup, options) -> int:
   if options.plot is not None:
     from benchmarks import serve_plot
 
-    title = f"{options.model}, {options.pool_gib:g} GiB of cache\n{told}"
+    title = f"{options.model}, {server.pool_bytes / GIB:g} GiB of cache\n{told}"
     if options.sweep == "capacity":
       tokens = [server.pages(f) * server.page_size for f in (BASELINE, other)]
       serve_plot.draw_capacity(points, other, title, tokens, options.plot)

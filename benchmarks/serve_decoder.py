@@ -246,7 +246,7 @@ def _heads(qkv: jax.Array, config: llama.Config) -> tuple[jax.Array, jax.Array, 
 
 def _attention(cache: nv.PagedKVCache, q, k, v, rows: StepRows, how: Reading):
   if not how.attends:
-    return q, cache
+    return jax.lax.optimization_barrier((q, k, v))[0], cache  # K and V are computed all the same
   cache = nv.append(cache, k, v, slot_mapping=rows.slots, implementation=how.implementation)
   places = rows.decode_lens.shape[0]
   reads = q.shape[0] - places

@@ -1,9 +1,9 @@
 """The live engine: computes the scheduler's steps with a real decoder over real caches.
 
 Every step runs as one compiled function of its bucket: room for so many prompt tokens of so many
-requests, and for all decoding places. `warm_up` compiles them all; from then on nothing is traced
-again, and `traces` says so. A step's time is the host's clock from making its arrays until its
-tokens are back on the host: nothing overlaps.
+requests, and for all decoding places. `warm_up` compiles them all, a few at a time; from then on
+nothing is traced again, and `traces` says so. A step's time is the host's clock from making its
+arrays until its tokens are back on the host: nothing overlaps.
 
 Prompts are made of what their hash ids say, 512 tokens each, so that requests that share ids share
 tokens, and a page that is found again holds what the request would have computed.
@@ -11,25 +11,54 @@ tokens, and a page that is found again holds what the request would have compute
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
 import functools
 import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 import nvfp4_pallas as nv
-from benchmarks import llama
+from benchmarks import llama, program
 from benchmarks.serve_costs import Times
 from benchmarks.serve_decoder import Reading, StepRows, Weights, step
 from benchmarks.serve_model import Measured
 from benchmarks.serve_scheduler import Request, Step
-from benchmarks.serve_workloads import HASHED_TOKENS
+from benchmarks.serve_workloads import HASHED_TOKENS, Item
 
-LEAST_ROWS = 128  # of the smallest bucket that reads
-TIMED = 5  # steps of a bucket without attention
+LEAST_ROWS = 128  # of a bucket that reads
+GROWTH = 4  # of a bucket over the next smaller one: each costs seconds to compile, for each format
+TIMED = 9  # steps of a bucket without attention
+COMPILED_AT_ONCE = 4
+# XLA would otherwise try dozens of kernels for each product of each bucket, for minutes.
+COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+_NOBODY = 2**31  # and on: numbers of requests that are in no workload
+
+
+@dataclasses.dataclass
+class PageRow:
+  """A request's row of a page table, kept from step to step.
+
+  Attributes:
+    source: the request's list; another one since it began again.
+    row: int32 [max_pages].
+    known: pages of `source` that are in it.
+  """
+
+  source: list[int]
+  row: np.ndarray
+  known: int = 0
+
+  def now(self) -> np.ndarray:
+    if self.known < len(self.source):
+      self.row[self.known : len(self.source)] = self.source[self.known :]
+      self.known = len(self.source)
+    return self.row
 
 
 class Engine:
@@ -38,6 +67,7 @@ class Engine:
   Attributes:
     caches: of every layer; replaced by every step.
     traces: how often a step was traced.
+    kernels: names of those that steps launch, beside XLA's own.
     logits: of every written token, the likeliest one's, by request, if they are kept.
   """
 
@@ -67,50 +97,75 @@ class Engine:
     self.rows = row_buckets(budget)
     self.chunks = (1, most_chunks) if most_chunks > 1 else (1,)
     self._rope = llama.rope_table(config, context)
+    self._context = context
     self._tokens: dict[Request, np.ndarray] = {}
+    self._page_rows: dict[Request, PageRow] = {}
     self.traces = 0
+    self.kernels: set[str] = set()
     self.logits: dict[Request, list[float]] | None = {} if keep_logits else None
-    self._run = jax.jit(functools.partial(self._traced, how=how), donate_argnums=1)
+    self._run = self._jit(self._traced)
 
-  def _traced(self, weights, caches, rope, rows, *, how: Reading):
+  def _traced(self, weights, caches, rope, rows):
     self.traces += 1
-    return step(weights, caches, rope, rows, config=self.config, how=how)
+    return step(weights, caches, rope, rows, config=self.config, how=self._how)
+
+  def _jit(self, function: Any) -> Any:
+    return jax.jit(function, donate_argnums=1, compiler_options=COMPILER_OPTIONS)
 
   def buckets(self) -> Iterator[tuple[int, int]]:
     """(rows, chunks) of every step there can be: one that only decodes is (0, 0)."""
     yield 0, 0
     yield from itertools.product(self.rows, self.chunks)
 
-  def warm_up(self) -> None:
-    """Compiles every bucket, with steps that touch no page."""
-    for rows, chunks in self.buckets():
-      self._compute(self._run, self._empty(rows, chunks))
+  def bucket(self, tokens: int, chunks: int) -> tuple[int, int]:
+    """Of a step that reads so many tokens of so many requests."""
+    if not chunks:
+      return 0, 0
+    return _at_least(self.rows, tokens), _at_least(self.chunks, chunks)
 
-  def model_costs(self) -> Measured:
-    """Times every bucket without attention and appends: what all formats share."""
-    how = Reading(self._how.prefill_path, self._how.decode_path, attends=False)
-    run = jax.jit(functools.partial(step, config=self.config, how=how), donate_argnums=1)
-    times = []
+  def warm_up(self) -> None:
+    """Compiles every bucket, then takes a step of each that touches no page."""
+    self.kernels |= self._compile(self._run, self.buckets())
+    for bucket in self.buckets():
+      self._compute(self._run, self._empty(*bucket))
+
+  def _compile(self, run: Any, buckets: Iterator[tuple[int, int]]) -> set[str]:
+    """Fills the cache of a jitted function; returns what it launches."""
+    given = self.weights, self.caches, self._rope
+    lowered = [run.lower(*given, self._empty(*bucket)) for bucket in buckets]
+    with concurrent.futures.ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
+      list(pool.map(lambda one: one.compile(), lowered))
+    return {name for one in lowered for name in program.operands(one.as_text())}
+
+  def model_costs(self, decodes: int) -> Measured:
+    """Times every number of rows without attention and appends: what all formats share. The host's
+    part is in it, with so many requests that decode."""
+    how = dataclasses.replace(self._how, attends=False)
+    run = self._jit(functools.partial(step, config=self.config, how=how))
+    self._compile(run, ((rows, min(rows, 1)) for rows in (0, *self.rows)))
+    prompt = max(self._context - 2, 1)
+    requests = [Request(_NOBODY + i, Item(0.0, prompt, 2)) for i in range(decodes)]
+    for request in requests:
+      request.computed, request.pages = prompt - 1, [0] * self._max_pages
+    only_decodes, times = Step(decodes=requests), []
     for rows in (0, *self.rows):
-      arrays = self._empty(rows, min(rows, 1))
-      self._compute(run, arrays)
-      spent = []
-      for _ in range(TIMED):
-        start = time.perf_counter()
-        self._compute(run, arrays)
-        spent.append(time.perf_counter() - start)
-      times.append(statistics.median(spent))
+      spent = [self._take(run, only_decodes, rows, min(rows, 1)) for _ in range(1 + TIMED)]
+      times.append(statistics.median(spent[1:]))
     return Measured((0, *self.rows), tuple(times))
 
   def execute(self, step: Step) -> Times:
+    return Times(
+      other=self._take(self._run, step, *self.bucket(step.chunk_tokens, len(step.chunks)))
+    )
+
+  def _take(self, run: Any, step: Step, rows: int, chunks: int) -> float:
+    """Takes a step; returns its seconds."""
     start = time.perf_counter()
-    rows = _at_least(self.rows, step.chunk_tokens) if step.chunks else 0
-    chunks = _at_least(self.chunks, len(step.chunks)) if step.chunks else 0
     arrays = self._empty(rows, chunks)
     self._fill(arrays, step, rows)
-    tokens, logits = self._compute(self._run, arrays)
+    tokens, logits = self._compute(run, arrays)
     self._keep(step, chunks, tokens, logits)
-    return Times(other=time.perf_counter() - start)
+    return time.perf_counter() - start
 
   def tokens_of(self, request: Request) -> np.ndarray:
     """int32 [prompt + output] of a request; what is not written yet is 0."""
@@ -138,27 +193,33 @@ class Engine:
 
   def _fill(self, arrays: StepRows, step: Step, rows: int) -> None:
     """Chunk i's next token is written[i], the decode at place i's is written[chunks + i]."""
-    row = 0
+    row, size = 0, self._page_size
     for i, (request, before, n) in enumerate(step.chunks):
-      self._fill_rows(arrays, request, before, row, n)
+      pages = arrays.chunk_pages[i] = self._pages_of(request)
+      positions = np.arange(before, before + n)
+      arrays.tokens[row : row + n] = self.tokens_of(request)[before : before + n]
+      arrays.positions[row : row + n] = positions
+      arrays.slots[row : row + n] = pages[positions // size] * size + positions % size
       row += n
-      arrays.chunk_pages[i, : len(request.pages)] = request.pages
       arrays.chunk_lens[i] = before + n
       arrays.chunk_starts[i + 1 :] = row
       arrays.written[i] = row - 1
     first = len(arrays.written) - self._places
     for place, request in enumerate(step.decodes):
-      self._fill_rows(arrays, request, request.computed, rows + place, 1)
-      arrays.decode_pages[place, : len(request.pages)] = request.pages
-      arrays.decode_lens[place] = request.computed + 1
-      arrays.written[first + place] = rows + place
+      at, position = rows + place, request.computed
+      pages = arrays.decode_pages[place] = self._pages_of(request)
+      arrays.tokens[at] = self.tokens_of(request)[position]
+      arrays.positions[at] = position
+      arrays.slots[at] = pages[position // size] * size + position % size
+      arrays.decode_lens[place] = position + 1
+      arrays.written[first + place] = at
 
-  def _fill_rows(self, arrays: StepRows, request: Request, before: int, row: int, n: int) -> None:
-    positions = np.arange(before, before + n)
-    pages = np.asarray(request.pages)[positions // self._page_size]
-    arrays.tokens[row : row + n] = self.tokens_of(request)[before : before + n]
-    arrays.positions[row : row + n] = positions
-    arrays.slots[row : row + n] = pages * self._page_size + positions % self._page_size
+  def _pages_of(self, request: Request) -> np.ndarray:
+    kept = self._page_rows.get(request)
+    if kept is None or kept.source is not request.pages:
+      kept = PageRow(request.pages, np.zeros(self._max_pages, np.int32))
+      self._page_rows[request] = kept
+    return kept.now()
 
   def _compute(self, run, arrays: StepRows) -> tuple[np.ndarray, np.ndarray]:
     tokens, logits, self.caches = run(self.weights, self.caches, self._rope, arrays)
@@ -175,17 +236,20 @@ class Engine:
     for request, i in written:
       if self.logits is not None:
         self.logits.setdefault(request, []).append(float(logits[i]))
-      if request.tokens + 1 == request.last and self.logits is None:
-        del self._tokens[request]  # it is done
+      done = request.tokens + 1 == request.last
+      if done:
+        del self._page_rows[request]
+      if done and self.logits is None:
+        del self._tokens[request]
       else:
         self.tokens_of(request)[request.tokens] = tokens[i]
 
 
 def row_buckets(budget: int) -> tuple[int, ...]:
-  """Doubling up to the budget."""
+  """Up to the budget, each GROWTH times the one before; none below LEAST_ROWS but a budget is."""
   rows = [budget]
-  while rows[-1] > LEAST_ROWS:
-    rows.append(-(-rows[-1] // 2))
+  while rows[-1] >= GROWTH * LEAST_ROWS:
+    rows.append(-(-rows[-1] // GROWTH))
   return tuple(sorted(rows))
 
 

@@ -4,18 +4,23 @@ What is decided must be the same, step by step, where it cannot hang on the cloc
 or where all requests are there from the start. On the device of the cost table a live run should
 take what the simulator says to within a fifth; on another the two times mean nothing together. The
 simulator knows attention and appends from the table, and all else from steps that the engine timed
-without them.
+without them, on the same machine, once for all formats.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import textwrap
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks import llama, serve_decoder
+from benchmarks.records import git_revision
 from benchmarks.serve_decoder import Weights
 from benchmarks.serve_engine import Engine
 from benchmarks.serve_formats import Format
@@ -24,6 +29,8 @@ from benchmarks.serve_model import MODELS, Measured, Model
 from benchmarks.serve_run import Run, serve
 from benchmarks.serve_setup import Setup
 from benchmarks.serve_workloads import Workload
+from benchmarks.sources import kernel_hash
+from benchmarks.table import WIDTH
 from nvfp4_pallas.policy import CostTable
 
 CLOSE = 0.2  # of the simulated time
@@ -77,12 +84,32 @@ def dtype_of_device() -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class Kind:
+  """Steps of one bucket.
+
+  Attributes:
+    rows, chunks: that it has room for; 0 of steps that only decode.
+    steps: how many.
+    live, simulated: seconds of all of them.
+  """
+
+  rows: int
+  chunks: int
+  steps: int
+  live: float
+  simulated: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Pair:
   """One format, live and simulated.
 
   Attributes:
     traces, buckets: how often the engine traced a step, and how many kinds of steps there are.
-    model_costs: as the engine timed them.
+    kernels: of the compiled steps, beside XLA's own.
+    compiled: seconds until all of them were.
+    kinds: what steps of each took.
+    model_costs: as an engine timed them.
   """
 
   format: Format
@@ -90,6 +117,9 @@ class Pair:
   simulated: Run
   traces: int
   buckets: int
+  kernels: tuple[str, ...]
+  compiled: float
+  kinds: tuple[Kind, ...]
   model_costs: Measured
 
   @property
@@ -97,9 +127,19 @@ class Pair:
     return self.live.decisions == self.simulated.decisions
 
   @property
-  def ratio(self) -> float:
-    """Of the live run's time to the simulated one's."""
-    return self.live.wall / self.simulated.wall if self.simulated.wall else 1.0
+  def times(self) -> Iterator[tuple[str, float, float]]:
+    """What is compared: (what, live seconds, simulated ones)."""
+    one, other = measure(self.live), measure(self.simulated)
+    yield "to the last token", one.wall_seconds, other.wall_seconds
+    yield "steps that read", self.live.reading.total, self.simulated.reading.total
+    yield "steps that only decode", self.live.writing.total, self.simulated.writing.total
+    for what, name in (
+      ("to the first token, median", "time_to_first_token_seconds"),
+      ("between tokens, median", "inter_token_latency_seconds"),
+    ):
+      a, b = getattr(one, name), getattr(other, name)
+      if a is not None and b is not None:
+        yield what, a.p50, b.p50
 
 
 def run(
@@ -108,11 +148,13 @@ def run(
   workload: Workload,
   format: Format,
   implementation: str | None = None,
+  model_costs: Measured | None = None,
 ) -> Pair:
   """Runs a workload live, then simulates it.
 
   Args:
     setup: its model is the decoder's, and most_chunks is a number.
+    model_costs: of an engine of another format on this machine; None: they are timed first.
   """
   if setup.most_chunks is None:
     raise ValueError("most_chunks must be a number for a live run, got None")
@@ -132,14 +174,39 @@ def run(
     places=setup.most_running,
     most_chunks=setup.most_chunks,
   )
+  start = time.perf_counter()
   engine.warm_up()
-  costs = engine.model_costs()
+  if model_costs is None:
+    model_costs = engine.model_costs(min(setup.most_running, setup.concurrency or len(fitting)))
+  compiled = time.perf_counter() - start
   options = {"concurrency": setup.concurrency, "time_scale": setup.time_scale}
   live = serve(workload, scheduler, engine, keep_decisions=True, **options)
-  # Kernels as they are: FP8's for short chunks too.
-  predicted = dataclasses.replace(setup, costs="measured", model_costs=costs)
+  predicted = dataclasses.replace(setup, model_costs=model_costs)
   simulated = predicted.simulate(workload, format, keep_decisions=True)
-  return Pair(format, live, simulated, engine.traces, len(list(engine.buckets())), costs)
+  return Pair(
+    format,
+    live,
+    simulated,
+    engine.traces,
+    len(list(engine.buckets())),
+    tuple(sorted(engine.kernels)),
+    compiled,
+    tuple(_kinds(engine, live, simulated)),
+    model_costs,
+  )
+
+
+def _kinds(engine: Engine, live: Run, simulated: Run) -> Iterator[Kind]:
+  def by_bucket(run: Run) -> dict[tuple[int, int], list[float]]:
+    found: dict[tuple[int, int], list[float]] = {bucket: [] for bucket in engine.buckets()}
+    for (decodes, chunks, _), seconds in zip(run.decisions, run.seconds, strict=True):
+      if decodes or chunks:
+        found[engine.bucket(sum(n for _, _, n in chunks), len(chunks))].append(seconds)
+    return found
+
+  lived, predicted = by_bucket(live), by_bucket(simulated)
+  for (rows, chunks), seconds in lived.items():
+    yield Kind(rows, chunks, len(seconds), sum(seconds), sum(predicted[rows, chunks]))
 
 
 def by_the_clock(setup: Setup, workload: Workload) -> bool:
@@ -149,40 +216,68 @@ def by_the_clock(setup: Setup, workload: Workload) -> bool:
 
 def lines(setup: Setup, workload: Workload, pair: Pair) -> list[str]:
   """How the simulator did."""
-  live, simulated = pair.live, pair.simulated
   name = pair.format.name
   if by_the_clock(setup, workload):
     decided = "arrivals hang on the clock: decisions are not compared"
   else:
     decided = f"the simulator's decisions are {'the same' if pair.same_decisions else 'OTHERS'}"
   told = [
-    f"{name}: {live.steps:,} steps of {pair.buckets} kinds, traced {pair.traces} times; {decided}",
-    f"  {'seconds':24}{'live':>10}{'simulated':>12}{'ratio':>8}",
+    f"{name}: {pair.live.steps:,} steps of {pair.buckets} kinds, traced {pair.traces} times; "
+    f"{decided}",
+    f"  compiled in {pair.compiled:.1f} s, the model timed; kernels:",
+    *textwrap.wrap(
+      ", ".join(pair.kernels), WIDTH - 4, initial_indent=" " * 4, subsequent_indent=" " * 4
+    ),
+    f"  {'seconds':28}{'live':>10}{'simulated':>12}{'ratio':>8}",
   ]
-  first, gap = (
-    lambda run, of=of: getattr(measure(run), of).p50 if run.gaps else 0.0
-    for of in ("time_to_first_token_seconds", "inter_token_latency_seconds")
+  for what, a, b in pair.times:
+    told.append(f"  {what:28}{a:>10.4f}{b:>12.4f}{_ratio(a, b):>8.2f}")
+  told.append(
+    f"  {'milliseconds of a step':28}{'live':>10}{'simulated':>12}{'ratio':>8}{'steps':>8}"
   )
-  for what, value in (
-    ("steps that read", lambda run: run.reading.total),
-    ("steps that only decode", lambda run: run.writing.total),
-    ("to the last token", lambda run: run.wall),
-    ("to the first, median", first),
-    ("between tokens, median", gap),
-  ):
-    a, b = value(live), value(simulated)
-    told.append(f"  {what:24}{a:>10.4f}{b:>12.4f}{a / b if b else 1:>8.2f}")
+  for kind in pair.kinds:
+    if kind.steps:
+      what = f"up to {kind.rows} tokens of {kind.chunks}" if kind.rows else "decodes alone"
+      ratio = _ratio(kind.live, kind.simulated)
+      a, b = (1e3 * seconds / kind.steps for seconds in (kind.live, kind.simulated))
+      told.append(f"  {what:28}{a:>10.3f}{b:>12.3f}{ratio:>8.2f}{kind.steps:>8,}")
   return told
 
 
-def judge(setup: Setup, workload: Workload, pair: Pair) -> str | None:
-  """What is wrong with a pair, or None."""
+def _ratio(live: float, simulated: float) -> float:
+  return live / simulated if simulated else 1.0
+
+
+def judge(setup: Setup, workload: Workload, pair: Pair) -> list[str]:
+  """What is wrong with a pair."""
+  name = pair.format.name
   if pair.traces != pair.buckets:
-    return f"{pair.format.name}: steps were traced {pair.traces} times, of {pair.buckets} kinds"
+    return [f"{name}: steps were traced {pair.traces} times, of {pair.buckets} kinds"]
   if not by_the_clock(setup, workload) and not pair.same_decisions:
-    return f"{pair.format.name}: the simulator decides otherwise"
+    return [f"{name}: the simulator decides otherwise"]
   table = CostTable.h200() if setup.table is None else setup.table
-  here = jax.devices()[0].device_kind
-  if here == table.device and abs(pair.ratio - 1) > CLOSE:
-    return f"{pair.format.name}: live takes {pair.ratio:.2f} of the simulated time"
-  return None
+  if jax.devices()[0].device_kind != table.device:
+    return []
+  return [
+    f"{name}: {what} takes {_ratio(a, b):.2f} of the simulated time"
+    for what, a, b in pair.times
+    if abs(_ratio(a, b) - 1) > CLOSE
+  ]
+
+
+def row_fields(pair: Pair, revision: str | None) -> dict[str, Any]:
+  """Of a row: where and by what it was run, and how the simulator did."""
+  return {
+    "device": jax.devices()[0].device_kind,
+    "jax_version": jax.__version__,
+    "git_revision": revision or git_revision(),
+    "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    "kernel_names": pair.kernels,
+    "kernel_hash": kernel_hash(pair.kernels),
+    "traces": pair.traces,
+    "kinds": [dataclasses.asdict(kind) for kind in pair.kinds],
+    "same_decisions": pair.same_decisions,
+    "live_over_simulated": {what: _ratio(a, b) for what, a, b in pair.times},
+    "model_costs": dataclasses.asdict(pair.model_costs),
+    "compile_seconds": pair.compiled,
+  }

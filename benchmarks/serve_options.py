@@ -13,6 +13,8 @@ from benchmarks.serve_workloads import Workload, generate, read
 from benchmarks.sources import kernel_hash
 from nvfp4_pallas.policy import CostTable
 
+DEFAULT_GIB = 20
+
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
   add = parser.add_argument_group("requests").add_argument
@@ -50,7 +52,12 @@ def add_server(parser: argparse.ArgumentParser) -> None:
   add("--concurrency", type=int, metavar="N", help="requests under way at a time; else arrivals")
   add("--time-scale", type=float, default=1.0, metavar="X", help="arrivals X times as far apart")
   add("--model", choices=MODELS, default="llama-8b")
-  add("--pool-gib", type=float, default=20.0, help="of all caches")
+  add(
+    "--pool-gib",
+    type=float,
+    metavar="GIB",
+    help=f"of all caches; default: {DEFAULT_GIB}, of fewer layers their share",
+  )
   add("--page-size", type=int, default=64, help="tokens")
   add("--recent-window", type=int, default=0, help="tokens in bf16 beside pages with nvfp4")
   add("--budget", type=int, default=8192, help="tokens of a step")
@@ -73,9 +80,10 @@ def setup(options: argparse.Namespace) -> Setup:
   elif options.watermark or options.first_chunk:
     raise ValueError(f"watermark and first_chunk need policy vllm, got {options.policy}")
   policy()  # checks its options
+  gib = DEFAULT_GIB if options.pool_gib is None else options.pool_gib
   return Setup(
     model=MODELS[options.model],
-    pool_bytes=round(options.pool_gib * GIB),
+    pool_bytes=round(gib * GIB),
     page_size=options.page_size,
     recent_window=options.recent_window,
     budget=options.budget,

@@ -15,13 +15,14 @@ from absl.testing import absltest
 
 from benchmarks import llama, serve, serve_decoder, serve_live, serve_model
 from benchmarks.serve_decoder import Reading
-from benchmarks.serve_engine import Engine, prompt_tokens, row_buckets
+from benchmarks.serve_engine import Engine, PageRow, prompt_tokens, row_buckets
 from benchmarks.serve_formats import FORMATS
 from benchmarks.serve_model import Measured, Model
 from benchmarks.serve_run import serve as run_serve
 from benchmarks.serve_scheduler import Request
 from benchmarks.serve_setup import Setup
 from benchmarks.serve_workloads import Item, generate
+from benchmarks.table import WIDTH
 from tests.base import TestCase
 
 TINY = Model(2, 64, 4, 2, 64, 96, 97)
@@ -144,10 +145,17 @@ class EngineTest(TestCase):
 
 
 class BucketsTest(TestCase):
-  def test_rows_double_up_to_the_budget(self):
-    self.assertEqual(row_buckets(8192), (128, 256, 512, 1024, 2048, 4096, 8192))
-    self.assertEqual(row_buckets(1000), (125, 250, 500, 1000))
+  def test_rows_up_to_the_budget(self):
+    self.assertEqual(row_buckets(8192), (128, 512, 2048, 8192))
+    self.assertEqual(row_buckets(1001), (251, 1001))
     self.assertEqual(row_buckets(64), (64,))
+
+  def test_a_row_of_pages_follows_its_list(self):
+    pages = [7]
+    row = PageRow(pages, np.zeros(4, np.int32))
+    np.testing.assert_array_equal(row.now(), [7, 0, 0, 0])
+    pages += [9, 3]
+    np.testing.assert_array_equal(row.now(), [7, 9, 3, 0])
 
 
 class ReadingTest(TestCase):
@@ -187,17 +195,44 @@ class LiveCommandTest(TestCase):
     return code, out.getvalue(), err.getvalue()
 
   def test_live_beside_simulated(self):
-    costs, rows = self.folder / "model.json", self.folder / "rows.jsonl"
+    costs, path = self.folder / "model.json", self.folder / "rows.jsonl"
     code, out, err = self.run_live(
-      *("--formats", "nvfp4", "--budget", "64", "--max-num-seqs", "2", "--max-chunks", "1"),
-      *("--pool-gib", "0.0001", "--requests", "4", "--prompt", "60", "--output", "6"),
-      *("--reuse", "0", "--write-model-costs", str(costs), "--out", str(rows)),
+      *("--formats", "bf16", "nvfp4", "--budget", "64", "--max-num-seqs", "2"),
+      *("--max-chunks", "1", "--pool-gib", "0.0001", "--requests", "4", "--prompt", "60"),
+      *("--output", "6", "--reuse", "0", "--write-model-costs", str(costs), "--out", str(path)),
+      *("--revision", "abc"),
     )
     self.assertEqual((code, err), (0, ""))
     self.assertRegex(out, "nvfp4: [0-9]+ steps of 2 kinds, traced 2 times; .* are the same")
     self.assertRegex(out, r"to the last token +[0-9.]+ +[0-9.]+ +[0-9.]+\n")
+    self.assertRegex(out, r"decodes alone +[0-9.]+ +[0-9.]+ +[0-9.]+ +[0-9]+\n")
+    self.assertLessEqual(max(map(len, out.splitlines())), WIDTH)
     self.assertEqual(Measured.load(costs).read, (0, 64))
-    self.assertEqual(json.loads(rows.read_text())["request_success"], 4)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    self.assertEqual(
+      [(row["format"], row["run"]) for row in rows],
+      [("bf16", "live"), ("bf16", "simulated"), ("nvfp4", "live"), ("nvfp4", "simulated")],
+    )
+    live, simulated = rows[2:]
+    self.assertEqual((live["request_success"], live["git_revision"]), (4, "abc"))
+    self.assertEqual((live["traces"], live["same_decisions"]), (2, True))
+    self.assertEqual(live["device"], jax.devices()[0].device_kind)
+    self.assertEqual(sum(kind["steps"] for kind in live["kinds"]), live["steps"])
+    self.assertEqual(live["steps"], simulated["steps"])
+    ratio = live["wall_seconds"] / simulated["wall_seconds"]
+    self.assertAlmostEqual(live["live_over_simulated"]["to the last token"], ratio)
+    # The model is timed once, for all formats.
+    self.assertEqual(rows[0]["model_costs"], live["model_costs"])
+
+  def test_a_pool_of_fewer_layers_is_their_share(self):
+    """Of 20 GiB for two layers one has 10."""
+    self.enter_context(mock.patch.dict(serve_model.MODELS, {"llama-8b": TINY}))
+    served = mock.Mock(side_effect=ValueError("seen"))
+    with mock.patch.object(serve_live, "run", served):
+      self.run_live("--layers", "1")
+      self.run_live("--layers", "1", "--pool-gib", "3")
+    of = [call.args[0].pool_bytes / 2**30 for call in served.call_args_list]
+    self.assertEqual(of, [10, 3])
 
   def test_wrong_arguments(self):
     for argv, message in (
@@ -205,6 +240,7 @@ class LiveCommandTest(TestCase):
       (("--model", "moe-30b-a3b"), "model must be a dense one to run live, got moe-30b-a3b"),
       (("--sweep", "reuse"), "--live serves requests, neither a --case nor a --sweep"),
       (("--simulate",), "not allowed with argument"),
+      (("--model-costs", "a.json"), "--live times the model itself"),
     ):
       code, _, err = self.run_live(*argv)
       self.assertEqual(code, 2)
@@ -216,36 +252,60 @@ class JudgeTest(TestCase):
     setup = Setup(pool_bytes=2**30)
     workload = generate(3, prompt=100, output=5)
     runs = [setup.simulate(workload, BF16, keep_decisions=True) for _ in range(2)]
-    pair = serve_live.Pair(BF16, *runs, traces=2, buckets=2, model_costs=Measured((0,), (1.0,)))
+    pair = serve_live.Pair(
+      BF16,
+      *runs,
+      traces=2,
+      buckets=2,
+      kernels=("decode_attend",),
+      compiled=1.0,
+      kinds=(),
+      model_costs=Measured((0,), (1.0,)),
+    )
     return setup, workload, dataclasses.replace(pair, **changes)
+
+  def ratio(self, pair):
+    (found,) = (a / b for what, a, b in pair.times if what == "to the last token")
+    return found
 
   def test_what_is_wrong(self):
     setup, workload, pair = self.pair()
-    self.assertIsNone(serve_live.judge(setup, workload, pair))
-    self.assertEqual(pair.ratio, 1.0)
+    self.assertEqual(serve_live.judge(setup, workload, pair), [])
+    self.assertEqual(self.ratio(pair), 1.0)
     again = dataclasses.replace(pair, traces=3)
-    self.assertIn("traced 3 times, of 2 kinds", serve_live.judge(setup, workload, again))
+    self.assertIn("traced 3 times, of 2 kinds", serve_live.judge(setup, workload, again)[0])
     pair.live.decisions.pop()
-    self.assertIn("decides otherwise", serve_live.judge(setup, workload, pair))
+    self.assertIn("decides otherwise", serve_live.judge(setup, workload, pair)[0])
     self.assertIn("are OTHERS", serve_live.lines(setup, workload, pair)[0])
 
   def test_arrivals_by_the_clock_are_not_compared(self):
     setup, _, pair = self.pair()
     timed = generate(3, prompt=100, output=5, interval=1.0)
     pair.live.decisions.pop()
-    self.assertIsNone(serve_live.judge(setup, timed, pair))
+    self.assertEqual(serve_live.judge(setup, timed, pair), [])
     self.assertIn("hang on the clock", serve_live.lines(setup, timed, pair)[0])
     closed = dataclasses.replace(setup, concurrency=2)
-    self.assertIn("decides otherwise", serve_live.judge(closed, timed, pair))
+    self.assertIn("decides otherwise", serve_live.judge(closed, timed, pair)[0])
 
   def test_a_fifth_on_the_device_of_the_costs(self):
+    """Of each time by itself: all of it, steps of either kind, and what a request sees."""
     setup, workload, pair = self.pair()
     here = jax.devices()[0].device_kind
     table = dataclasses.replace(serve_live.CostTable.h200(), device=here)
-    setup = dataclasses.replace(setup, table=table)
+    there, setup = setup, dataclasses.replace(setup, table=table)
+    live, predicted = pair.live, pair.simulated
     for factor, wrong in ((1.19, False), (1.21, True), (0.81, False), (0.79, True)):
-      pair.live.wall = factor * pair.simulated.wall
-      self.assertEqual(serve_live.judge(setup, workload, pair) is not None, wrong)
+      live.wall = factor * predicted.wall
+      found = serve_live.judge(setup, workload, pair)
+      self.assertEqual([f"{factor:.2f} of" in one for one in found], [True] * wrong)
+      self.assertEqual(serve_live.judge(there, workload, pair), [])
+    live.wall = predicted.wall
+    live.writing.decode += 0.3 * predicted.writing.total
+    for i, gap in enumerate(live.gaps):
+      live.gaps[i] = 0.7 * gap
+    first, second = serve_live.judge(setup, workload, pair)
+    self.assertIn("steps that only decode takes 1.30", first)
+    self.assertIn("between tokens, median takes 0.70", second)
 
 
 if __name__ == "__main__":
