@@ -66,7 +66,7 @@ class Engine:
 
   Attributes:
     caches: of every layer; replaced by every step.
-    traces: how often a step was traced.
+    traces: how often a step was traced; `programs` is how many were compiled.
     kernels: names of those that steps launch, beside XLA's own.
     logits: of every written token, the likeliest one's, by request, if they are kept.
   """
@@ -123,6 +123,10 @@ class Engine:
       return 0, 0
     return _at_least(self.rows, tokens), _at_least(self.chunks, chunks)
 
+  @property
+  def programs(self) -> int:
+    return self._run._cache_size()  # JAX has no public name for it
+
   def warm_up(self) -> None:
     """Compiles every bucket, then takes a step of each that touches no page."""
     self.kernels |= self._compile(self._run, self.buckets())
@@ -135,7 +139,8 @@ class Engine:
     lowered = [run.lower(*given, self._empty(*bucket)) for bucket in buckets]
     with concurrent.futures.ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
       list(pool.map(lambda one: one.compile(), lowered))
-    return {name for one in lowered for name in program.operands(one.as_text())}
+    names = {name for one in lowered for name in program.operands(one.as_text())}
+    return names - {program.XLA_ALONE}
 
   def model_costs(self, decodes: int) -> Measured:
     """Times every number of rows without attention and appends: what all formats share. The host's

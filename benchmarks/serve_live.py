@@ -105,7 +105,8 @@ class Pair:
   """One format, live and simulated.
 
   Attributes:
-    traces, buckets: how often the engine traced a step, and how many kinds of steps there are.
+    traces, programs, buckets: how often the engine traced a step, how many it compiled, and how
+      many kinds of steps there are.
     kernels: of the compiled steps, beside XLA's own.
     compiled: seconds until all of them were.
     kinds: what steps of each took.
@@ -116,6 +117,7 @@ class Pair:
   live: Run
   simulated: Run
   traces: int
+  programs: int
   buckets: int
   kernels: tuple[str, ...]
   compiled: float
@@ -188,6 +190,7 @@ def run(
     live,
     simulated,
     engine.traces,
+    engine.programs,
     len(list(engine.buckets())),
     tuple(sorted(engine.kernels)),
     compiled,
@@ -224,9 +227,12 @@ def lines(setup: Setup, workload: Workload, pair: Pair) -> list[str]:
   told = [
     f"{name}: {pair.live.steps:,} steps of {pair.buckets} kinds, traced {pair.traces} times; "
     f"{decided}",
-    f"  compiled in {pair.compiled:.1f} s, the model timed; kernels:",
     *textwrap.wrap(
-      ", ".join(pair.kernels), WIDTH - 4, initial_indent=" " * 4, subsequent_indent=" " * 4
+      f"compiled, and the model timed, in {pair.compiled:.1f} s; kernels: "
+      f"{', '.join(pair.kernels) or 'XLA alone'}",
+      WIDTH,
+      initial_indent="  ",
+      subsequent_indent="    ",
     ),
     f"  {'seconds':28}{'live':>10}{'simulated':>12}{'ratio':>8}",
   ]
@@ -251,8 +257,11 @@ def _ratio(live: float, simulated: float) -> float:
 def judge(setup: Setup, workload: Workload, pair: Pair) -> list[str]:
   """What is wrong with a pair."""
   name = pair.format.name
-  if pair.traces != pair.buckets:
-    return [f"{name}: steps were traced {pair.traces} times, of {pair.buckets} kinds"]
+  if not pair.traces == pair.programs == pair.buckets:
+    return [
+      f"{name}: steps were traced {pair.traces} times and compiled {pair.programs} times, of "
+      f"{pair.buckets} kinds"
+    ]
   if not by_the_clock(setup, workload) and not pair.same_decisions:
     return [f"{name}: the simulator decides otherwise"]
   table = CostTable.h200() if setup.table is None else setup.table

@@ -9,7 +9,7 @@ from benchmarks.serve_costs import COSTS
 from benchmarks.serve_model import MODELS, Measured
 from benchmarks.serve_policies import POLICIES, Vllm
 from benchmarks.serve_setup import GIB, Setup
-from benchmarks.serve_workloads import Workload, generate, read
+from benchmarks.serve_workloads import Workload, generate, read, write
 from benchmarks.sources import kernel_hash
 from nvfp4_pallas.policy import CostTable
 
@@ -29,9 +29,18 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
   add("--interval", type=float, default=0.0, metavar="S", help="mean seconds between arrivals")
   add("--poisson", action="store_true", help="arrivals at random")
   add("--seed", type=int, default=0)
+  add("--keep", type=pathlib.Path, metavar="FILE.jsonl", help="write them down, for --trace")
 
 
 def workload(options: argparse.Namespace) -> Workload:
+  """Raises ValueError where options make no requests, OSError where a file cannot be opened."""
+  made = _workload(options)
+  if options.keep is not None:
+    write(made.items, options.keep)
+  return made
+
+
+def _workload(options: argparse.Namespace) -> Workload:
   if options.trace is not None:
     return read(options.trace, limit=options.limit)
   return generate(

@@ -103,7 +103,7 @@ class EngineTest(TestCase):
 
   def test_nothing_is_traced_in_the_run(self):
     self.assertEqual(list(self.engine.buckets()), [(0, 0), (128, 1), (128, 2)])
-    self.assertEqual(self.engine.traces, 3)
+    self.assertEqual((self.engine.traces, self.engine.programs), (3, 3))
 
   def test_the_simulator_decides_the_same(self):
     simulated = self.setup.simulate(self.workload, BF16, keep_decisions=True)
@@ -256,6 +256,7 @@ class JudgeTest(TestCase):
       BF16,
       *runs,
       traces=2,
+      programs=2,
       buckets=2,
       kernels=("decode_attend",),
       compiled=1.0,
@@ -272,8 +273,9 @@ class JudgeTest(TestCase):
     setup, workload, pair = self.pair()
     self.assertEqual(serve_live.judge(setup, workload, pair), [])
     self.assertEqual(self.ratio(pair), 1.0)
-    again = dataclasses.replace(pair, traces=3)
-    self.assertIn("traced 3 times, of 2 kinds", serve_live.judge(setup, workload, again)[0])
+    for changed in ({"traces": 3}, {"programs": 3}):
+      again = dataclasses.replace(pair, **changed)
+      self.assertRegex(serve_live.judge(setup, workload, again)[0], " 3 times.*, of 2 kinds")
     pair.live.decisions.pop()
     self.assertIn("decides otherwise", serve_live.judge(setup, workload, pair)[0])
     self.assertIn("are OTHERS", serve_live.lines(setup, workload, pair)[0])

@@ -205,6 +205,17 @@ class CommandTest(TestCase):
     self.assertEqual((fp8["bytes_per_token"], nvfp4["bytes_per_token"]), (65536, 36864))
     self.assertEqual(fp8["request_success"], 6)
 
+  def test_kept_requests_are_a_trace(self):
+    """Served again from the file, they take as long."""
+    path, walls = self.folder / "kept.jsonl", []
+    small = ("--requests", "5", "--prompt", "900", "--output", "5", "--interval", "0.125")
+    for argv in ((*small, "--keep", str(path)), ("--trace", str(path))):
+      rows = self.folder / "rows.jsonl"
+      code, _, err = self.run_serve(*argv, "--formats", "nvfp4", "--out", str(rows))
+      self.assertEqual((code, err), (0, ""))
+      walls.append(json.loads(rows.read_text())["wall_seconds"])
+    self.assertEqual(walls[0], walls[1])
+
   def test_a_trace_that_breaks_off_is_served_up_to_there(self):
     trace = self.folder / "a.jsonl"
     trace.write_text(GOOD * 3 + "{\n")
