@@ -5,16 +5,19 @@
     serve --simulate --case seeds                           the two articles' thirty requests
     serve --simulate --sweep capacity --plot a.png          context length and concurrency
     serve --simulate --sweep reuse                          prefix reuse from 0 to 95 %
-    serve --live --concurrency 32                           real kernels, beside the simulator
+    serve --live --concurrency 32 --max-num-seqs 64 --budget 2048 --layers 8 --pool-gib 2 \
+      --output 512                                          real kernels, beside the simulator
     serve --live --model smollm2-135m --max-num-seqs 4 --budget 128 --pool-gib .02 \
       --requests 4 --prompt 300 --output 20                 on a CPU
 
 Formats get pages of the same bytes and requests at the same times. A step's attention takes as
 long as was measured on an H200 (serve_costs.py, also for the choices of --costs), everything else
 as long for every format (serve_model.py). The live engine takes the same scheduler's steps with a
-decoder of random weights, or with SmolLM2; the exit code is 1 where the simulator decides otherwise
-or, on the device of the costs, is off by more than a fifth. A trace that breaks off is served up to
-there; the exit code is then 1 too.
+decoder of random weights, or with SmolLM2; the simulator knows the decoder without attention from
+steps timed on the same machine, attention and appends from the costs. The exit code is 1 where it
+decides otherwise or, on the device of the costs, one of its times is off by more than a fifth: to
+the last token, of steps that read and that only decode, to the first token and between two. A
+trace that breaks off is served up to there; the exit code is then 1 too.
 """
 
 from __future__ import annotations
@@ -58,6 +61,7 @@ def main(argv: list[str]) -> int:
   live = parser.add_argument_group("live").add_argument
   live("--layers", type=int, metavar="N", help="of the model's; default: all")
   live("--implementation", help="who runs the operations; default: the device's kernels")
+  live("--compilers", type=int, default=4, metavar="N", help="steps compiled at a time")
   live("--revision", help="of rows from a machine without a checkout")
   live("--write-model-costs", type=pathlib.Path, metavar="FILE.json", help="for --model-costs")
   options = parser.parse_args(argv)
@@ -65,6 +69,8 @@ def main(argv: list[str]) -> int:
     parser.error("--plot needs --sweep")
   if options.live and (options.case or options.sweep):
     parser.error("--live serves requests, neither a --case nor a --sweep")
+  if options.compilers < 1:
+    parser.error(f"compilers must be at least 1, got {options.compilers}")
   if options.live and options.model_costs:
     parser.error("--live times the model itself, --model-costs is for --simulate")
   try:
@@ -133,7 +139,13 @@ def _live(server: Setup, workload: Workload, options) -> int:
   model_costs = None
   for name in options.formats or LIVE:
     pair = serve_live.run(
-      server, decoder, workload, FORMATS[name], options.implementation, model_costs
+      server,
+      decoder,
+      workload,
+      FORMATS[name],
+      options.implementation,
+      model_costs,
+      compilers=options.compilers,
     )
     model_costs = pair.model_costs
     found[name] = measure(pair.live, Slo(*options.slo))

@@ -34,7 +34,6 @@ from benchmarks.serve_workloads import HASHED_TOKENS, Item
 LEAST_ROWS = 128  # of a bucket that reads
 GROWTH = 4  # of a bucket over the next smaller one: each costs seconds to compile, for each format
 TIMED = 9  # steps of a bucket without attention
-COMPILED_AT_ONCE = 4
 # XLA would otherwise try dozens of kernels for each product of each bucket, for minutes.
 COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 _NOBODY = 2**31  # and on: numbers of requests that are in no workload
@@ -82,6 +81,7 @@ class Engine:
     budget: int,
     places: int,
     most_chunks: int,
+    compilers: int = 1,
     keep_logits: bool = False,
   ):
     """
@@ -89,6 +89,7 @@ class Engine:
       context: tokens of the longest request, prompt and output.
       budget, places, most_chunks: of the scheduler: tokens of a step, requests that run, and
         requests that read in one step.
+      compilers: steps that are compiled at a time.
     """
     self.weights, self.config, self.caches, self._how = weights, config, caches, how
     self._page_size = caches[0].page_size
@@ -97,7 +98,7 @@ class Engine:
     self.rows = row_buckets(budget)
     self.chunks = (1, most_chunks) if most_chunks > 1 else (1,)
     self._rope = llama.rope_table(config, context)
-    self._context = context
+    self._context, self._compilers = context, compilers
     self._tokens: dict[Request, np.ndarray] = {}
     self._page_rows: dict[Request, PageRow] = {}
     self.traces = 0
@@ -137,7 +138,7 @@ class Engine:
     """Fills the cache of a jitted function; returns what it launches."""
     given = self.weights, self.caches, self._rope
     lowered = [run.lower(*given, self._empty(*bucket)) for bucket in buckets]
-    with concurrent.futures.ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
+    with concurrent.futures.ThreadPoolExecutor(self._compilers) as pool:
       list(pool.map(lambda one: one.compile(), lowered))
     names = {name for one in lowered for name in program.operands(one.as_text())}
     return names - {program.XLA_ALONE}

@@ -151,12 +151,15 @@ def run(
   format: Format,
   implementation: str | None = None,
   model_costs: Measured | None = None,
+  *,
+  compilers: int = 1,
 ) -> Pair:
   """Runs a workload live, then simulates it.
 
   Args:
     setup: its model is the decoder's, and most_chunks is a number.
     model_costs: of an engine of another format on this machine; None: they are timed first.
+    compilers: steps that are compiled at a time.
   """
   if setup.most_chunks is None:
     raise ValueError("most_chunks must be a number for a live run, got None")
@@ -175,6 +178,7 @@ def run(
     budget=setup.budget,
     places=setup.most_running,
     most_chunks=setup.most_chunks,
+    compilers=compilers,
   )
   start = time.perf_counter()
   engine.warm_up()

@@ -241,6 +241,7 @@ class LiveCommandTest(TestCase):
       (("--sweep", "reuse"), "--live serves requests, neither a --case nor a --sweep"),
       (("--simulate",), "not allowed with argument"),
       (("--model-costs", "a.json"), "--live times the model itself"),
+      (("--compilers", "0"), "compilers must be at least 1, got 0"),
     ):
       code, _, err = self.run_live(*argv)
       self.assertEqual(code, 2)
