@@ -77,11 +77,16 @@ def prepare(
   batch_invariant: bool = False,
   recent_window: int = 0,
   k_rotation: str | None = None,
+  v_rotation: str | None = None,
+  k_mean: bool = False,
+  new_kv: bool = False,
 ) -> Timed:
   """Compiles the call and judges its result.
 
   Args:
     row: of what is known of the case before it has run.
+    k_mean: whether K is stored without a mean.
+    new_kv: whether the newest `q_len` keys are given in bfloat16, and the cache has those before.
   """
   work = shared.workload
   if work.layout != LAYOUT:
@@ -92,16 +97,24 @@ def prepare(
   if recent_window:
     # So that sequences are anywhere in their pages, some of them are shorter, by up to a page.
     lens = lens - jnp.arange(work.batch, dtype=jnp.int32) * 37 % work.page_size
-    cache = dataclasses.replace(cache, recent=random_rings(cache, lens, recent_window))
-  if k_rotation:
-    cache = dataclasses.replace(cache, k=dataclasses.replace(cache.k, rotation=k_rotation))
+    cached = lens - work.q_len if new_kv else lens
+    cache = dataclasses.replace(cache, recent=random_rings(cache, cached, recent_window))
+  heads = work.heads
+  mean = jnp.ones((heads.num_kv_heads, heads.head_dim), jnp.float32) if k_mean else None
+  cache = dataclasses.replace(
+    cache,
+    k=dataclasses.replace(cache.k, rotation=k_rotation, mean=mean),
+    v=dataclasses.replace(cache.v, rotation=v_rotation),
+  )
   starts = jnp.arange(work.batch + 1, dtype=jnp.int32) * work.q_len
   batches = [nv.RaggedBatch(table, lens, starts) for table in shared.tables.tables]
   numerics: Any = {"read_path": variant.read_path, "q_levels": variant.q_levels}
   plain: Any = {"causal": True, "sm_scale": None, "window": None, "soft_cap": None}
   spec = attention_spec(shared.q[0], **numerics, **plain)
   pages = batches[0].max_pages
-  request = attention_request(shared.q[0], cache, spec, num_seqs=work.batch, max_pages=pages)
+  request = attention_request(
+    shared.q[0], cache, spec, new_kv, num_seqs=work.batch, max_pages=pages
+  )
   operation, resolve = nv.prefill, resolve_prefill
   if work.phase == "decode":
     operation = functools.partial(nv.decode, batch_invariant=batch_invariant)
@@ -112,20 +125,27 @@ def prepare(
     why_not = str(error)
     return Timed((), lambda _: row(reason=why_not))
 
-  run = jax.jit(functools.partial(operation, implementation=implementation, **numerics))
-  run, launched = program.compiled(run, shared.q[0], cache, batches[0])
+  operation = functools.partial(operation, implementation=implementation, **numerics)
+  arguments: tuple = ()
+  if new_kv:
+    operation = _with_new_kv(operation)
+    shape = shared.q[0].shape[0], heads.num_kv_heads, heads.head_dim
+    arguments = (tuple(_normal(jax.random.key(QUERIES + i), shape) for i in range(2)),)
+  run, launched = program.compiled(jax.jit(operation), shared.q[0], cache, batches[0], *arguments)
   calls = [
-    functools.partial(run, shared.q[i % QUERIES], cache, batches[i % len(batches)])
+    functools.partial(run, shared.q[i % QUERIES], cache, batches[i % len(batches)], *arguments)
     for i in range(TURNS * CALLS_A_TURN)
   ]
   judged = {}
-  if not (recent_window or k_rotation):  # the reference knows neither rings nor rotated rows
+  # The reference knows none of these.
+  if not (recent_window or k_rotation or v_rotation or k_mean or new_kv):
     judged = shared.reference.errors(variant, shared.judged(calls[0]()[0]))
   nbytes = int(work.batch * work.kv_len * cache.bytes_per_token) + 2 * shared.q[0].nbytes
+  read_wide = shared.q[0].shape[0] if new_kv else 0
   if cache.recent is not None:
-    wide_bytes = 4 * work.heads.num_kv_heads * work.heads.head_dim
-    in_rings = int(jnp.sum(lens - cache.recent.starts))
-    nbytes += int(in_rings * (wide_bytes - cache.bytes_per_token))
+    read_wide = int(jnp.sum(lens - cache.recent.starts))
+  wide_bytes = 4 * heads.num_kv_heads * heads.head_dim
+  nbytes += int(read_wide * (wide_bytes - cache.bytes_per_token))
   known = {
     "bytes_per_token": cache.bytes_per_token,
     "workspace_bytes": None if work.phase == "decode" else _workspace(request, implementation),
@@ -139,6 +159,10 @@ def prepare(
     return row(**known, **speed, **times.row_fields() if times else {})
 
   return Timed(calls, timed_row)
+
+
+def _with_new_kv(prefill):
+  return lambda q, cache, batch, new_kv: prefill(q, cache, batch, new_kv=new_kv)
 
 
 def known_fields(variant: Variant) -> dict[str, Any]:

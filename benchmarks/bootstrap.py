@@ -6,7 +6,8 @@ repository is installed there in editable mode, and the same command starts agai
 
     python3 -m benchmarks.bootstrap [--extra NAME ...] [--python PATH]
 
-only prepares, and prints the interpreter to use.
+only prepares, and prints the interpreter to use. With `--version 3.13` and `--pin PACKAGE==VERSION`
+that is one of such a Python and such packages, in an environment of its own.
 
 Standard library only, and nothing newer than Python 3.8: the default Python of a fresh machine
 may be old. The commands' own `__main__` files must parse there too.
@@ -175,10 +176,11 @@ def venv_python(folder):
   return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 
-def check_python(python):
+def check_python(python, wanted=()):
   """The version of an interpreter that can be used; SetupError says why it cannot.
 
-  To exist is not enough: version managers put stand-ins on PATH that fail when called.
+  With `wanted`, such as (3, 13), no other version can. To exist is not enough: version managers
+  put stand-ins on PATH that fail when called.
   """
   code = "import sys; print('{}.{}.{}'.format(*sys.version_info))"
   try:
@@ -199,7 +201,7 @@ def check_python(python):
     new_enough = parse_version(version) >= OLDEST_PYTHON
   except ValueError as error:
     raise SetupError("does not answer as Python does") from error
-  if not new_enough:
+  if not new_enough or parse_version(version)[: len(wanted)] != tuple(wanted):
     raise SetupError(f"is Python {version}")
   return version
 
@@ -247,10 +249,11 @@ def find_uv(scratch):
   return uv
 
 
-def uv_python(uv, scratch):
+def uv_python(uv, scratch, wanted=()):
   """The Python that uv finds, else one that it downloads."""
-  oldest = ".".join(map(str, OLDEST_PYTHON))
-  find = [uv, "python", "find", "--no-project", "--system", ">=" + oldest]
+  oldest = ".".join(map(str, wanted or OLDEST_PYTHON))
+  versions = f"=={oldest}.*" if wanted else f">={oldest}"
+  find = [uv, "python", "find", "--no-project", "--system", versions]
   try:
     printed = run_step(find, "asking uv for a Python", scratch)
   except SetupError:
@@ -260,30 +263,31 @@ def uv_python(uv, scratch):
   return printed.splitlines()[-1]  # warnings come before the path
 
 
-def find_python(hint, scratch):
+def find_python(hint, scratch, wanted=()):
   """(path, version) of a Python that can be used. A hint is an order, not a suggestion."""
+  needed = "Python " + (".".join(map(str, wanted)) if wanted else "3.12 or newer")
   if hint is not None:
     try:
-      return hint, check_python(hint)
+      return hint, check_python(hint, wanted)
     except SetupError as error:
-      raise SetupError(f"--python {hint} {error}; Python 3.12 or newer is needed") from error
+      raise SetupError(f"--python {hint} {error}; {needed} is needed") from error
 
   tried = {}
   path_variable = os.environ.get("PATH", "")
   for path in [running_python(), *path_candidates(path_variable), *pyenv_candidates(os.environ)]:
     try:
       if path not in tried:
-        return path, check_python(path)
+        return path, check_python(path, wanted)
     except SetupError as error:
       tried[path] = error
   try:
-    path = uv_python(find_uv(scratch), scratch)
-    return path, check_python(path)
+    path = uv_python(find_uv(scratch), scratch, wanted)
+    return path, check_python(path, wanted)
   except SetupError as error:
     tried["uv"] = error
   looked = "\n".join(f"  {what} {reason}" for what, reason in tried.items())
   raise SetupError(
-    "no Python 3.12 or newer was found. Looked at the running Python, PATH, pyenv and uv:\n"
+    f"no {needed} was found. Looked at the running Python, PATH, pyenv and uv:\n"
     f"{looked}\n"
     "Install one (for example: apt install python3.12-venv, brew install python@3.12, or\n"
     "uv python install 3.12) and run the command again, or name one with\n"
@@ -302,15 +306,21 @@ def remove(path):
 
 
 class Environment:
-  """The virtual environment of one checkout.
+  """A virtual environment of one checkout: `.venv`, or `.venv-...` for a version and pins.
 
   `bootstrap.json` in it is its stamp, written last: without the stamp, or with one of another
   pyproject.toml, another place or fewer extras, the environment is not trusted.
+
+  Arguments:
+    version: of Python, such as "3.13"; empty for any that can be used.
+    pins: packages with their versions, "jax==0.11.2".
   """
 
-  def __init__(self, root=ROOT):
+  def __init__(self, root=ROOT, version="", pins=()):
     self.root = Path(root)
-    self.venv = self.root / ".venv"
+    self.version, self.pins = version, tuple(pins)
+    names = [".venv", *filter(None, [version]), *self.pins]
+    self.venv = self.root / "-".join(names).replace("==", "-")
     self.stamp = self.venv / "bootstrap.json"
     self.python = venv_python(self.venv)
 
@@ -355,12 +365,12 @@ class Environment:
 
   @contextlib.contextmanager
   def _locked(self):
-    with open(str(self.root / ".venv.lock"), "w") as lock:
+    with open(str(self.root / f"{self.venv.name}.lock"), "w") as lock:
       if fcntl is not None:
         try:
           fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-          say("waits for another run that is preparing .venv")
+          say(f"waits for another run that is preparing {self.venv.name}")
           fcntl.flock(lock, fcntl.LOCK_EX)
         # Installers inherit the lock: if this process is killed, it is held until they end.
         os.set_inheritable(lock.fileno(), True)
@@ -399,7 +409,8 @@ class Environment:
 
   def _create(self, hint, scratch):
     remove(self.venv)
-    python, version = find_python(hint, scratch)
+    wanted = parse_version(self.version) if self.version else ()
+    python, version = find_python(hint, scratch, wanted)
     say(f"making {self.venv} with {python} (Python {version})")
     plain = [python, "-m", "venv", str(self.venv)]
     try:
@@ -421,7 +432,7 @@ class Environment:
     target = str(self.root) + ("[" + ",".join(extras) + "]" if extras else "")
     pip = [str(self.python), "-m", "pip", "--no-input", "--disable-pip-version-check"]
     say("installing jax and what else the project needs (a minute or two)")
-    run_step([*pip, "install", "--editable", target], "installing", scratch)
+    run_step([*pip, "install", "--editable", target, *self.pins], "installing", scratch)
 
   def _problem(self, extras, imports=()):
     """Why the environment does not work, or ""; imports find what broken packages still claim."""
@@ -478,13 +489,17 @@ def ensure(extras=()):
 def main():
   parser = argparse.ArgumentParser(prog="python3 -m benchmarks.bootstrap")
   parser.add_argument("--extra", action="append", default=[], help="an extra of pyproject.toml")
-  parser.add_argument("--python", help="make .venv with this interpreter")
+  parser.add_argument("--python", help="make the environment with this interpreter")
+  parser.add_argument("--version", default="", help="of Python, such as 3.13")
+  parser.add_argument("--pin", action="append", default=[], help="such as jax==0.11.2")
   options = parser.parse_args()
+  apart = options.python or options.version or options.pin
   try:
-    if options.python is None and not shortcomings(options.extra):
+    if not apart and not shortcomings(options.extra):
       print(sys.executable)
     else:
-      print(Environment().prepare(options.extra, options.python))
+      environment = Environment(version=options.version, pins=options.pin)
+      print(environment.prepare(options.extra, options.python))
   except SetupError as error:
     sys.exit(f"bootstrap: {error}")
 

@@ -35,7 +35,7 @@ PAGE_VARIANTS = tuple(v for v in GRID_VARIANTS if v.read_path != "nvfp4_a8q")
 ANY_SCALE = 0.0123  # a global scale that is no power of two
 PARTS = (
   *("full", "chunk", "tail", "decode"),
-  *("append", "pack", "geometries", "pages", "levers", "grid"),
+  *("append", "pack", "definition", "geometries", "pages", "levers", "grid"),
 )
 
 
@@ -45,7 +45,8 @@ class Case:
 
   Attributes:
     part: one of PARTS.
-    kind: `attention`, `append`, `step` (an append by a batch), `pack`, or a name of PEERS.
+    kind: `attention`, `append`, `step` and `prompt` (appends by a batch: of a token of each
+      sequence, and of all of one), `pack`, or a name of PEERS.
     variant: of attention.
     options: of the kind's `prepare`, beside those that all have.
     of_any_batch: whether the batch was asked for, instead of the shape's own.
@@ -91,8 +92,8 @@ class Case:
       if format == "nvfp4":
         fields |= {"q_group": 16, "q_rounding": "nearest, ties to even"}
       fields["data"] = f"gaussian, global scale {options.get('scale', 1.0)}"
-      if self.kind == "step":
-        fields["data"] = "a step of a batch"
+      if self.kind in _BY_BATCH:
+        fields["data"] = _BY_BATCH[self.kind]
     if self.kind in PEERS:
       fields |= PEERS[self.kind].fields(work)
     asked = {"batch": work.batch} if self.of_any_batch else {}
@@ -108,6 +109,12 @@ def _levers(options: dict[str, Any]) -> str | None:
     names.append("4/6")
   if options.get("k_rotation"):
     names.append("hadK")
+  if options.get("v_rotation"):
+    names.append("hadV")
+  if options.get("k_mean"):
+    names.append("mean")
+  if options.get("new_kv"):
+    names.append("new_kv")
   return " ".join(names) or None
 
 
@@ -125,7 +132,11 @@ _USUAL = {
   "batch_invariant": False,
   "recent_window": 0,
   "k_rotation": None,
+  "v_rotation": None,
+  "k_mean": False,
+  "new_kv": False,
 }
+_BY_BATCH = {"step": "a step of a batch", "prompt": "a prompt of a batch"}
 
 
 # What tells a row from every other of a run.
@@ -190,6 +201,8 @@ def _full(device: Device, implementations) -> Iterator[Case]:
     for shape in shapes:
       yield from _attention(part, w.attention(*shape), GRID_VARIANTS, by, ("cudnn",))
   yield from _storage(w.APPEND_TOKENS, w.PACK_ROWS, "8b", by)
+  if not implementations:
+    yield from _definition()
   for geometry in ("70b-tp8", "30b-moe", "smollm2"):
     for shape in w.ONE_OF_EACH:
       work = w.attention(*shape, geometry=geometry)
@@ -204,6 +217,15 @@ def _full(device: Device, implementations) -> Iterator[Case]:
     yield from _lever_cases(implementation)
   for shape in w.grid():
     yield from _attention("grid", w.attention(*shape), GRID_VARIANTS, by)
+
+
+def _definition() -> Iterator[Case]:
+  for shape in w.DEFINITION:
+    yield from _attention("definition", w.attention(*shape), VARIANTS, ("xla",))
+  for tokens in (64, 8192):
+    yield _append("definition", "append", tokens, "8b", "xla", format="nvfp4", scale=1.0)
+  for phase in ("pack", "unpack"):
+    yield _pack("definition", phase, w.PACK_ROWS, "8b", "xla", scale=1.0)
 
 
 def _small(device: Device, implementations) -> Iterator[Case]:
@@ -251,20 +273,22 @@ def _storage(append_tokens, pack_rows: int, geometry: str, implementations) -> I
       for options in formats:
         yield _append("append", "append", tokens, geometry, implementation, **options)
   for phase in ("pack", "unpack"):
-    work = Workload(phase=phase, batch=1, q_len=pack_rows, kv_len=1, geometry=geometry)
     for implementation in implementations:
       for scale in (1.0, ANY_SCALE):
-        yield Case(
-          part="pack",
-          kind="pack",
-          workload=work,
-          implementation=implementation,
-          options=(("scale", scale),),
-        )
+        yield _pack("pack", phase, pack_rows, geometry, implementation, scale=scale)
+
+
+def _pack(part, phase, rows: int, geometry: str, implementation: str, **options) -> Case:
+  work = Workload(phase=phase, batch=1, q_len=rows, kv_len=1, geometry=geometry)
+  return _case(part, "pack", work, implementation, options)
 
 
 def _append(part, kind, tokens: int, geometry: str, implementation: str, **options) -> Case:
   work = Workload(phase="append", batch=tokens, q_len=1, kv_len=1, geometry=geometry)
+  return _case(part, kind, work, implementation, options)
+
+
+def _case(part, kind, work: Workload, implementation: str, options: dict[str, Any]) -> Case:
   return Case(
     part=part,
     kind=kind,
@@ -275,26 +299,55 @@ def _append(part, kind, tokens: int, geometry: str, implementation: str, **optio
 
 
 WINDOWS = (64, 96)
+# As README has it, on pages of 16; reading does not see how scales were found.
+RECOMMENDED: dict[str, Any] = {"recent_window": 96, "k_rotation": "hadamard"}
+RECOMMENDED_PAGE = 16
 
 
 def _lever_cases(implementation: str) -> Iterator[Case]:
   """What a cache's options cost, beside the same without them."""
-  decode = lambda shape, variant=NVFP4, page_size=w.PAGE_SIZE, **options: _attention(
+  attention = lambda shape, variant=NVFP4, page_size=w.PAGE_SIZE, **options: _attention(
     "levers", w.attention(*shape, page_size=page_size), (variant,), (implementation,), **options
   )
   wide_batch, some, short, one = (64, 1, 8192), (16, 1, 8192), (64, 1, 2048), (1, 1, 32768)
-  yield from decode(wide_batch, batch_invariant=True)
+  prompt, chunks = (1, 8192, 8192), ((4, 128, 2048), (1, 2048, 8192))
+  repack = VARIANTS[3]
+  yield from attention(wide_batch, batch_invariant=True)
   for window in WINDOWS:
     for shape in (wide_batch, some, short, one, (1, 1, 2048)):
-      yield from decode(shape, recent_window=window)
-    yield from decode(some, page_size=16, recent_window=window)
-  yield from decode(some, recent_window=96, k_rotation="hadamard")
-  yield from decode(wide_batch, batch_invariant=True, recent_window=64)
-  yield from decode(some, variant=VARIANTS[1], recent_window=64)
-  yield from decode(some, k_rotation="hadamard")
-  four_over_six = {"format": "nvfp4", "scale": 1.0, "scale_search": "four_over_six"}
+      yield from attention(shape, recent_window=window)
+    yield from attention(some, page_size=16, recent_window=window)
+  yield from attention(some, recent_window=96, k_rotation="hadamard")
+  yield from attention(wide_batch, batch_invariant=True, recent_window=64)
+  yield from attention(some, variant=VARIANTS[1], recent_window=64)
+  levers: tuple[dict[str, Any], ...]
+  levers = {"k_rotation": "hadamard"}, {"v_rotation": "hadamard"}, {"k_mean": True}
+  for options in levers:
+    yield from attention(some, **options)
+    yield from attention(prompt, variant=repack, **options)
+  for shape in (wide_batch, some, (1, 1, 2048)):
+    yield from attention(shape, page_size=RECOMMENDED_PAGE)
+    yield from attention(shape, page_size=RECOMMENDED_PAGE, **RECOMMENDED)
+  for shape in chunks:
+    for options in ({}, {"new_kv": True}, {"new_kv": True, **RECOMMENDED}):
+      yield from attention(shape, variant=repack, page_size=RECOMMENDED_PAGE, **options)
+  four_over_six = {"scale_search": "four_over_six"}
   for tokens in (64, 8192):
-    yield _append("levers", "append", tokens, "8b", implementation, **four_over_six)
+    more = {"format": "nvfp4", "scale": 1.0, **four_over_six}
+    yield _append("levers", "append", tokens, "8b", implementation, **more)
   for sequences in w.STEP_SEQUENCES:
     for window in (0, *WINDOWS):
       yield _append("levers", "step", sequences, "8b", implementation, recent_window=window)
+  recommended = RECOMMENDED | four_over_six
+  for sequences in w.STEP_SEQUENCES:
+    yield _by_batch("step", sequences, 1, implementation, recommended)
+  for options in ({}, {"recent_window": 96}, recommended):
+    yield _by_batch("prompt", 1, w.PROMPT_TOKENS, implementation, options)
+
+
+def _by_batch(kind, sequences: int, tokens: int, implementation: str, options) -> Case:
+  """An append on the pages of the recommended cache."""
+  work = Workload(
+    phase="append", batch=sequences, q_len=tokens, kv_len=tokens, page_size=RECOMMENDED_PAGE
+  )
+  return _case("levers", kind, work, implementation, options)

@@ -8,6 +8,7 @@ python3 -m benchmarks report     measured rows, the committed ones or others, as
 python3 -m benchmarks compare    what moved between two files of rows, beyond noise
 python3 -m benchmarks costs      a table of measured costs, from which policy.py chooses read paths
 python3 -m benchmarks gpu        checks the kernels on the GPU of this machine
+python3 -m benchmarks sanitize   the same under NVIDIA's compute-sanitizer
 python3 -m benchmarks dispatch   who runs each phase on a device, and by which instructions
 python3 -m benchmarks aot        compiles every kernel for a GPU that need not be here
 python3 -m benchmarks plan       how many pages, tokens and sequences fit on a device
@@ -43,6 +44,12 @@ def _gpu(argv):
   from benchmarks import gpu
 
   return gpu.main(argv)
+
+
+def _sanitize(argv):
+  from benchmarks import sanitize
+
+  return sanitize.main(argv)
 
 
 def _dispatch(argv):
@@ -109,6 +116,7 @@ _COMMANDS = {
   "small": _small,
   "aot": _aot,
   "gpu": _gpu,
+  "sanitize": _sanitize,
   "dispatch": _dispatch,
   "matrix": _matrix,
   "plan": _plan,

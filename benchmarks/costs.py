@@ -18,7 +18,7 @@ import jax
 from benchmarks import held_out, measured
 from benchmarks.records import read
 from benchmarks.workloads import ATTENTION, PAGE_SIZE
-from nvfp4_pallas.dispatch import IMPLEMENTATIONS
+from nvfp4_pallas.dispatch import IMPLEMENTATIONS, current_target
 from nvfp4_pallas.policy import Cost, CostTable
 
 # Parts of the matrix that are of the table's heads and pages.
@@ -40,6 +40,8 @@ def main(argv: list[str]) -> int:
   if options.record:
     if len(options.rows) != 1:
       parser.error(f"--record takes one ROWS.jsonl to write, got {len(options.rows)}")
+    if not current_target().architecture.startswith("sm_"):
+      parser.error(f"--record needs a GPU, JAX sees only {current_target().architecture}")
     from benchmarks import matrix
 
     parts = [*PARTS, OTHER_HEADS]

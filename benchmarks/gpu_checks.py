@@ -14,8 +14,10 @@ import numpy as np
 
 import nvfp4_pallas as nv
 from benchmarks import oracle, small
+from benchmarks.gpu_large import NUM_PAGES, check_large_cache
+from benchmarks.gpu_repeats import repeated
 from nvfp4_pallas import format as nvfp4
-from nvfp4_pallas.kernels import prefill_mosaic_sm90, tail_mosaic_sm90
+from nvfp4_pallas.kernels import attention_mosaic_sm90, prefill_mosaic_sm90, tail_mosaic_sm90
 from nvfp4_pallas.kernels.tail_mosaic_sm90 import TailConfig
 from nvfp4_pallas.read_paths import READ_PATHS, AttentionSpec, round_q
 
@@ -48,10 +50,12 @@ def check_pack() -> str:
   for dtype in ("bfloat16", "float32", "float16"):
     values = jnp.asarray(x, dtype)
     for scale in (1.0, 0.37, 2.0**-6):
-      got = jax.jit(lambda v, s=scale: nv.pack(v, s, implementation="mosaic_sm90"))(values)
+      pack = jax.jit(lambda v, s=scale: nv.pack(v, s, implementation="mosaic_sm90"))
+      got = repeated(pack, values)
       want = on_cpu(lambda v, s=scale: nvfp4.encode(v, s), values)
       wrong += count_different(got, want)
-      back = jax.jit(lambda a: nv.unpack(a, jnp.float32, implementation="mosaic_sm90"))(got)
+      unpack = jax.jit(lambda a: nv.unpack(a, jnp.float32, implementation="mosaic_sm90"))
+      back = repeated(unpack, got)
       wrong += count_different(back, on_cpu(lambda a: nvfp4.decode(a, jnp.float32), want))
   if wrong:
     raise AssertionError(f"{wrong} values differ from the definition")
@@ -98,7 +102,7 @@ def check_recent() -> str:
       q = jnp.asarray(r.standard_normal((sum(q_lens), heads * group, dim)), jnp.bfloat16)
       name = f"window {window}, pages of {page_size}, {formats}, steps {q_lens}"
       worst = max(worst, _attention_row(name, nv.prefill, q, cache, batch, new_kv=(k, v)))
-      after = append(cache, k, v, batch)
+      after = repeated(append, cache, k, v, batch)
       wrong = count_different(after, on_cpu(by_definition, cache, k, v, batch))
       if wrong:
         raise AssertionError(f"{name}: {wrong} values differ from the definition")
@@ -124,7 +128,8 @@ def _attention_row(name: str, operation, q, cache, batch, **options) -> float:
     ring_ids=batch.ring_ids,
     **options,
   )
-  return worst_row(f"{operation.__name__}, {name}", jax.jit(run)(q, cache, batch), exact)
+  results = repeated(jax.jit(run), q, cache, batch)
+  return worst_row(f"{operation.__name__}, {name}", results, exact)
 
 
 def check_four_over_six() -> str:
@@ -144,7 +149,7 @@ def check_four_over_six() -> str:
       k_global_scale=scale,
       scale_search="four_over_six",
     )
-    got = jax.jit(append_by("mosaic_sm90"))(cache, k, -k, slots)
+    got = repeated(jax.jit(append_by("mosaic_sm90")), cache, k, -k, slots)
     wrong += count_different(got, on_cpu(append_by("xla"), cache, k, -k, slots))
   if wrong:
     raise AssertionError(f"{wrong} values differ from the definition")
@@ -230,7 +235,7 @@ def check_append() -> str:
     )
     k, v = (jnp.asarray(r.standard_normal((70, 3, d)), jnp.bfloat16) for d in (96, 64))
     slots = jnp.asarray(np.where(r.random(70) < 0.2, -1, r.permutation(200)[:70]), jnp.int32)
-    got = jax.jit(append_by("mosaic_sm90"))(cache, k, v, slots)
+    got = repeated(jax.jit(append_by("mosaic_sm90")), cache, k, v, slots)
     wrong += count_different(got, on_cpu(append_by("xla"), cache, k, v, slots))
   if wrong:
     raise AssertionError(f"{wrong} values differ from the definition")
@@ -272,12 +277,10 @@ def check_decode() -> str:
     numerics: dict[str, Any] = {"read_path": read_path, **options}
     run = functools.partial(nv.decode, implementation="mosaic_sm90", **numerics)
     exact = oracle.attention(q, cache, batch.page_table, batch.kv_lens, batch.cu_q_lens, **numerics)
-    results = jax.jit(run)(q, cache, batch)
+    results = repeated(jax.jit(run), q, cache, batch)
     worst = max(worst, worst_row(f"{numerics} {formats}", results, exact))
   check_decode_bits(*ragged_decode(lens, "nvfp4", "nvfp4"))
-  return (
-    f"check decode: {len(DECODE)} kernels, worst row {worst:.1e}; 100 times, or alone, same bits"
-  )
+  return f"check decode: {len(DECODE)} kernels, worst row {worst:.1e}; alone, same bits"
 
 
 TAILS = (
@@ -363,6 +366,29 @@ def check_alone(name: str, run, q, cache, batch) -> None:
       raise AssertionError(f"{name}: sequence {s} alone has other bits than in the batch")
 
 
+PLAIN = functools.partial(
+  attention_mosaic_sm90.attention, spec=AttentionSpec("nvfp4_dequant", True, 0.1)
+)
+PLAIN_READS: tuple[tuple[str, tuple[str, str], dict[str, Any]], ...] = (
+  ("nvfp4_dequant", ("nvfp4", "nvfp4"), {"window": 90, "soft_cap": 30.0}),
+  ("nvfp4_dequant", ("fp8", "nvfp4"), {}),
+  ("nvfp4_a4q", ("nvfp4", "nvfp4"), {"q_levels": 2}),
+  ("bf16", ("bf16", "bf16"), {}),
+)
+
+
+def check_plain() -> str:
+  """The kernel that takes every other shape, by a head dim that no other takes."""
+  worst = 0.0
+  for path, formats, options in PLAIN_READS:
+    q, cache, batch = ragged_prefill(
+      (500, 0, 1, 333), (90, 0, 1, 70), formats, padding_rows=3, dim=96
+    )
+    runs = {f"plain {path} {formats} {options}": attention_mosaic_sm90.attention}
+    worst = max(worst, worst_of(runs, q, cache, batch, read_path=path, **options))
+  return f"check the plain kernel: {len(PLAIN_READS)} read paths, worst row {worst:.1e}"
+
+
 def check_new_kv() -> str:
   """This step's keys in wide form, the past from the cache, sinks too, by the operation."""
   worst = 0.0
@@ -374,7 +400,7 @@ def check_new_kv() -> str:
     run = jax.jit(functools.partial(nv.prefill, implementation="mosaic_sm90", **numerics))
     exact = oracle.attention(q, cache, batch.page_table, batch.kv_lens, batch.cu_q_lens, **numerics)
     bound = LSE_OF_FP8_PRODUCTS if path == "nvfp4_a8q" else 1e-3
-    worst = max(worst, worst_row(f"new_kv {path}", run(q, cache, batch), exact, bound))
+    worst = max(worst, worst_row(f"new_kv {path}", repeated(run, q, cache, batch), exact, bound))
   return f"check new_kv: 3 read paths, worst row {worst:.1e}"
 
 
@@ -396,15 +422,16 @@ def ragged_prefill(
 
 
 def worst_of(runs, q, cache, batch, **options) -> float:
-  """The worst row of kernels (by name, functions that take a spec), each run twice."""
+  """The worst row of kernels (by name, functions that take a spec), each run many times."""
   numerics = {"read_path": "nvfp4_dequant", "causal": True, "sm_scale": 0.1} | options
   exact = oracle.attention(q, cache, batch.page_table, batch.kv_lens, batch.cu_q_lens, **numerics)
   worst = 0.0
   for name, run in runs.items():
     run = jax.jit(functools.partial(run, spec=AttentionSpec(**numerics)))
-    results = run(q, cache, batch)
-    if count_different(run(q, cache, batch), results):
-      raise AssertionError(f"{name}: the same inputs gave other bits")
+    try:
+      results = repeated(run, q, cache, batch)
+    except AssertionError as error:
+      raise AssertionError(f"{name}: {error}") from None
     bound = LSE_OF_FP8_PRODUCTS if numerics["read_path"] == "nvfp4_a8q" else 1e-3
     worst = max(worst, worst_row(name, results, exact, bound))
   return worst
@@ -433,15 +460,11 @@ def worst_row(name: str, results, exact: oracle.Attention, lse_bound: float = 1e
 
 
 def check_decode_bits(q, cache, batch) -> None:
-  """100 times the same, and with batch_invariant each sequence alone as in the batch."""
+  """The same every time, and with batch_invariant each sequence alone as in the batch."""
   plain = functools.partial(nv.decode, read_path="nvfp4_dequant", implementation="mosaic_sm90")
   invariant = jax.jit(functools.partial(plain, batch_invariant=True))
-  for run in (jax.jit(plain), invariant):
-    first = run(q, cache, batch)
-    for _ in range(100):
-      if count_different(run(q, cache, batch), first):
-        raise AssertionError("the same inputs gave other bits")
-  together = invariant(q, cache, batch)
+  repeated(jax.jit(plain), q, cache, batch)
+  together = repeated(invariant, q, cache, batch)
   for s in range(batch.num_seqs):
     one = slice(s, s + 1)
     alone = nv.RaggedBatch.for_decode(batch.page_table[one], batch.kv_lens[one])
@@ -483,45 +506,6 @@ def ragged_decode(
   return q, cache, batch
 
 
-def check_repeats() -> str:
-  inputs = small.gaussian("chunk", 3, 40, 700)
-  cache, batch = small.filled_cache(inputs, small.Variant("nvfp4_dequant", "nvfp4", "nvfp4"))
-  q = inputs.q.reshape(-1, *inputs.q.shape[2:])
-  run = jax.jit(functools.partial(nv.prefill, read_path="nvfp4_dequant"))
-  first = run(q, cache, batch)
-  for _ in range(100):
-    if count_different(run(q, cache, batch), first):
-      raise AssertionError("the same inputs gave other bits")
-  return "check repeats: 100 times the same bits"
-
-
-def check_large_cache() -> str:
-  """4.3e9 bytes of codes in one array, past 32-bit offsets: the last pages act as the first do."""
-  num_pages, page_size, heads, dim, tokens = 2**17 + 8, 64, 8, 128, 100
-  cache = nv.PagedKVCache.create(
-    num_pages=num_pages, page_size=page_size, num_kv_heads=heads, head_dim=dim
-  )
-  last = num_pages - 1
-  table = jnp.asarray([[0, 1], [last - 1, last]], jnp.int32)
-  k, v = jax.random.normal(jax.random.key(0), (2, tokens, heads, dim), jnp.bfloat16)
-  lens = jnp.full((2,), tokens, jnp.int32)
-  starts = jnp.asarray([0, tokens, 2 * tokens], jnp.int32)
-  twice = lambda x: jnp.concatenate([x, x])
-  append = jax.jit(nv.append, donate_argnums=0)
-  cache = append(cache, twice(k), twice(v), nv.RaggedBatch(table, lens, starts))
-  pages = jax.jit(lambda pool: [pool.data[table], pool.block_scale[table]])
-  q = twice(jax.random.normal(jax.random.key(1), (1, 4 * heads, dim), jnp.bfloat16))
-  decode = jax.jit(functools.partial(nv.decode, read_path="nvfp4_dequant"))
-  results = decode(q, cache, nv.RaggedBatch.for_decode(table, lens))
-  for name, arrays in (("K", pages(cache.k)), ("V", pages(cache.v)), ("decode", results)):
-    for a in arrays:
-      if count_different(a[0], a[1]):
-        raise AssertionError(f"{name}: the last pages differ from the first")
-      if not np.asarray(a[0]).astype(np.float32).any():
-        raise AssertionError(f"{name}: nothing was written")
-  return f"check large cache: page {last} of {cache.k.nbytes / 1e9:.1f} GB of K equals page 0"
-
-
 CHECKS = (
   check_definition,
   check_pack,
@@ -534,8 +518,11 @@ CHECKS = (
   check_recent,
   check_four_over_six,
   check_levers,
-  check_repeats,
-  check_large_cache,
+  check_plain,
+  *(
+    functools.partial(check_large_cache, format, kernels=(PLAIN,) if format == "nvfp4" else ())
+    for format in NUM_PAGES
+  ),
 )
 
 

@@ -49,7 +49,7 @@ from benchmarks.table import WIDTH
 from benchmarks.trace import KernelTimes, kernel_times, wall_times
 from benchmarks.turns import Timed, in_turns
 from benchmarks.workloads import ATTENTION, heads_of
-from nvfp4_pallas.cache import LAYOUT, check_page_size
+from nvfp4_pallas.cache import LAYOUT, check_head_dim, check_page_size
 from nvfp4_pallas.dispatch import IMPLEMENTATIONS, current_target
 from nvfp4_pallas.policy import Geometry
 from nvfp4_pallas.read_paths import READ_PATHS
@@ -58,6 +58,7 @@ from nvfp4_pallas.read_paths import READ_PATHS
 CASE_SECONDS, POOL_SECONDS = 0.75, 2.0
 QUICK = ("mosaic_sm100", "triton_sm120", "flashinfer")  # only say there that they cannot run
 OUT = pathlib.Path("out/matrix.jsonl")
+LEAST_COUNT = 8  # cases that say how long the others will take
 INTERRUPTED = 130  # the exit code, as a shell has it
 
 
@@ -80,7 +81,7 @@ def main(argv: list[str]) -> int:
     return 0
   try:
     found = _found(options)
-  except ValueError as error:
+  except (OSError, ValueError) as error:
     print(error, file=sys.stderr)
     return 2
   done = found.done()
@@ -98,7 +99,9 @@ def main(argv: list[str]) -> int:
   for measured_run in measured.runs([options.out]):
     print("\n".join(report.terminal(measured_run)))
   print("\n".join(summary(records.read(options.out), run, options.out, left_out)))
-  return 1 if run.failures else 0
+  if run.failures:
+    return 1
+  return 2 if left and run.left == len(left) else 0
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -141,7 +144,11 @@ def _check(options: argparse.Namespace) -> None:
     if name not in IMPLEMENTATIONS:
       raise ValueError(f"implementations must be of {', '.join(IMPLEMENTATIONS)}, got {name}")
   if options.geometry is not None:
-    heads_of(options.geometry)
+    check_head_dim("geometry's head_dim", heads_of(options.geometry).head_dim)
+  if options.seconds is not None and not options.seconds > 0:
+    raise ValueError(f"seconds must be positive, got {options.seconds}")
+  if options.out.is_dir():
+    raise ValueError(f"out must be a file, {options.out} is a folder")
 
 
 def _found(options: argparse.Namespace) -> Found:
@@ -186,12 +193,9 @@ def _listed(chosen: list[Case]) -> list[str]:
   for case in chosen:
     fields = case.fields
     shape = f"{fields['phase']} {fields['batch']}/{fields['q_len']}/{fields['kv_len']}"
-    what = [
-      fields["read_path"] or fields["k_format"],
-      case.implementation,
-      str(fields["varied"] or ""),
-    ]
-    lines.append("  ".join([f"{case.part:10}", shape, case.workload.geometry, *what]).rstrip())
+    what = fields["read_path"] or fields["k_format"], case.implementation
+    line = "  ".join([f"{case.part:10}", shape, case.workload.geometry, *what])
+    lines += _wrapped(line + varied_text(fields["varied"]))
   return [*lines, f"{len(chosen)} cases, about {total:.0f} s on an H200"]
 
 
@@ -241,7 +245,7 @@ class _Run:
   def say(self, text: str) -> None:
     spent = time.monotonic() - self._began
     left = len(self._cases) - self.count
-    if self.count and left:
+    if self.count >= LEAST_COUNT and left:
       each = spent / self.count
       print(f"[{spent:4.0f} s, about {each * left:.0f} s left] {text}", flush=True)
     else:
@@ -280,7 +284,7 @@ class _Run:
       result = dataclasses.replace(result, seconds=seconds)
       self._out.write(result)
       if result.error or result.us_median is not None:  # the summary names the rest
-        print(f"  {describe(result)}", flush=True)
+        print("\n".join(_wrapped(f"  {describe(result)}")), flush=True)
     if any(isinstance(result, Exception) for result in results):
       gc.collect()  # what an error's traceback holds, device memory too
 
@@ -353,6 +357,7 @@ def _attention(case: Case, shared, row: functools.partial) -> Timed:
 _STORAGE = {
   "append": storage_cases.prepare_append,
   "step": storage_cases.prepare_step,
+  "prompt": storage_cases.prepare_prompt,
   "pack": storage_cases.prepare_pack,
 }
 
@@ -398,11 +403,10 @@ def _copy_row(nbytes: int, rate: float, times: KernelTimes) -> Row:
 def describe(row: Row) -> str:
   """A line of progress."""
   shape = f"{row.phase} {row.batch}/{row.q_len}/{row.kv_len}"
-  varied = "".join(f", {name} {value}" for name, value in (row.varied or {}).items())
   path = row.read_path or row.k_format
   if row.read_path == "nvfp4_a4q":
     path += f" x{row.q_levels}"
-  who = f"{shape} {path} {row.implementation}{varied}"
+  who = f"{shape} {path} {row.implementation}{varied_text(row.varied)}"
   if row.error:
     return f"{who}: FAILED: {row.error}"
   if row.us_median is None:
@@ -410,6 +414,14 @@ def describe(row: Row) -> str:
   share = f", {100 * row.floor_us / row.us_median:.0f} % of its limit" if row.floor_us else ""
   error = f", error {row.kernel_error:.1e}" if row.kernel_error is not None else ""
   return f"{who}: {row.us_median:.1f} us{share}{error}"
+
+
+def varied_text(varied: dict[str, Any] | None) -> str:
+  return "".join(f", {name} {value}" for name, value in (varied or {}).items())
+
+
+def _wrapped(line: str) -> list[str]:
+  return textwrap.wrap(line, WIDTH, subsequent_indent=" " * 4)
 
 
 def summary(rows: list[dict], run: _Run, path: pathlib.Path, left_out: list[str]) -> list[str]:

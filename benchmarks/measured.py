@@ -11,7 +11,7 @@ import functools
 import pathlib
 from collections.abc import Iterable
 
-from benchmarks.records import read
+from benchmarks.records import definition_of, read
 from benchmarks.sources import ROOT, kernel_hash
 from benchmarks.workloads import GEOMETRIES, PAGE_SIZE
 from nvfp4_pallas.dispatch import IMPLEMENTATIONS
@@ -28,8 +28,12 @@ _PEERS = {"cudnn": "cuDNN", "jax_paged": "JAX"}
 
 
 def is_stale(row: dict) -> bool:
-  """Whether the kernels' sources have changed since."""
-  return row["kernel_hash"] != kernel_hash(row["kernel_names"])
+  """Whether the sources have changed since, of its kernels or, where none ran, the definition."""
+  if row["phase"] == "copy":
+    return False
+  definition = definition_of(row["implementation"], row["kernel_hash"])
+  changed = row["kernel_hash"] != kernel_hash(row["kernel_names"])
+  return changed or row["definition_hash"] != definition
 
 
 def files(paths: Iterable[pathlib.Path] = (), folder: pathlib.Path = RESULTS) -> list[pathlib.Path]:
@@ -87,16 +91,19 @@ class Run:
 
   @functools.cached_property
   def attention(self) -> dict[Shape, dict[str, dict]]:
-    """The timed row of each of COLUMNS at each shape, without options of the cache.
+    """The timed row of each of COLUMNS at each shape, without options of the cache; where kernels
+    were timed, those of kernels.
 
     What has no pages stands beside pages of every size.
     """
     found: dict[Shape, dict[str, dict]] = {}
     paged = [row for row in self.rows if is_timed_attention(row) and not is_optional(row)]
-    for row in self._newest_last(paged):
+    if self.is_of_kernels:
+      paged = [row for row in paged if row["implementation"] != "xla"]
+    for row in self.newest_last(paged):
       if row["layout"] != "contiguous" and row["implementation"] != "cudnn":
         found.setdefault(shape_of(row), {})[column(row)] = row
-    for row in self._newest_last(paged):
+    for row in self.newest_last(paged):
       if row["implementation"] == "cudnn":
         pageless = shape_of(row)
         same = [
@@ -111,7 +118,7 @@ class Run:
     return [row for row in self.rows if row["phase"] in phases and row["us_median"] is not None]
 
   @staticmethod
-  def _newest_last(rows: list[dict]) -> list[dict]:
+  def newest_last(rows: list[dict]) -> list[dict]:
     """And current ones after stale ones: of two rows of a case the later stands."""
     return sorted(rows, key=lambda row: (not is_stale(row), row["time"]))
 

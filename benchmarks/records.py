@@ -218,9 +218,11 @@ def parse(lines: str, path: pathlib.Path) -> list[dict]:
 
 
 def _as_now(row: dict) -> dict:
-  """Rows of before the matrix had a phase of their own for its grid. TypeError without a phase."""
-  if row["phase"] is None:
-    raise TypeError("it has no phase")
+  """Rows of before the matrix had a phase of their own for its grid. TypeError without a field
+  that all rows have."""
+  lacking = [name for name in _NEEDED if row[name] is None]
+  if lacking:
+    raise TypeError(f"it has no {', '.join(lacking)}")
   if row["phase"] == "sweep":
     lengths = row["batch"], row["q_len"], row["kv_len"]
     row |= {"phase": attention(*lengths).phase, "part": "grid"}
@@ -232,3 +234,11 @@ _DEFAULTS = {
   for field in dataclasses.fields(Row)
 }
 _DEFAULTS["kernel_names"] = []
+_NEEDED = (
+  *(
+    f.name
+    for f in dataclasses.fields(Row)
+    if f.default is f.default_factory and "None" not in str(f.type)
+  ),
+  *("git_revision", "device", "jax_version", "time"),
+)

@@ -40,12 +40,13 @@ def main(argv: list[str]) -> int:
     print(f"{left_out} stale rows are left out: --stale shows them")
   if options.out:
     try:
-      written = write(runs, options.out)
+      write(runs, options.out)
       if not options.rows:
         from benchmarks import report_quality
 
-        written += report_quality.write(options.out)
-      print("\n".join(f"written: {path}" for path in written))
+        print("the report on accuracy:", flush=True)
+        for path in report_quality.write(options.out):
+          _say(path)
     except ImportError as error:
       parser.error(f"--out needs matplotlib, which the extra `reports` installs: {error}")
   return 0
@@ -64,24 +65,28 @@ def terminal(run: Run, *, all_of_them: bool = False) -> list[str]:
   return lines
 
 
-def write(runs: list[Run], folder: pathlib.Path) -> list[pathlib.Path]:
-  """report.md and its plots."""
+def _say(path: pathlib.Path) -> None:
+  print(f"written: {path}", flush=True)
+
+
+def write(runs: list[Run], folder: pathlib.Path) -> None:
+  """report.md and its plots, each named when it is there."""
   from benchmarks import report_plots
 
   folder.mkdir(parents=True, exist_ok=True)
-  lines, written = ["# Measured", ""], []
+  lines = ["# Measured", ""]
   for i, run in enumerate(runs):
     lines += [f"## {run.heading}", "", *_provenance(run), ""]
     for name, draw in report_plots.PLOTS.items():
       path = folder / (f"{name}.png" if i == 0 else f"{name}_{i + 1}.png")
       if draw(run, path):
-        written.append(path)
+        _say(path)
         lines += [f"![{name.replace('_', ' ')}]({path.name})", ""]
     for table in _tables(run):
       lines += [*table.markdown(), ""]
   path = folder / "report.md"
   path.write_text("\n".join(lines), encoding="utf-8")
-  return [path, *written]
+  _say(path)
 
 
 def _provenance(run: Run) -> list[str]:

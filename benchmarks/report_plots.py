@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 from benchmarks import split
 from benchmarks.measured import COLUMNS, NVFP4, Run, Shape, is_emulated, is_stale, ratio
@@ -17,6 +18,7 @@ from benchmarks.workloads import PAGE_SIZE
 GEOMETRY = "8b"
 _COLOURS = dict(zip(COLUMNS, (f"C{i}" for i in (7, 0, 3, 1, 4, 6, 2, 5, 8, 9, 9, 9)), strict=True))
 _WIDTHS = {"dequant": 3.5}  # it is one kernel with repack where queries are few
+_TITLE_WIDTH = 9.0  # inches, of a heading and of the legend
 _PANELS = 4  # side by side
 _BAR_COLUMNS, _LEAST_BARS = 3, 20  # of `kernels`, and bars that make a column
 Shapes = dict[Shape, dict[str, dict]]
@@ -36,42 +38,41 @@ def times(run: Run, path: pathlib.Path) -> bool:
   lines = _by_lengths(_usual(run))
   if not lines:
     return False
-  figure, panels = _figure(len(lines), run, "microseconds a call over kv_len; dashed: the limit")
-  for ((batch, q_len), at), panel in zip(lines.items(), panels, strict=False):
+  what = "microseconds a call over kv_len; dashed: the limit", *_reservations(run)
+  figure, panels = _figure(len(lines), run, "; ".join(what))
+  for (title, at), panel in zip(lines.items(), panels, strict=False):
     for name in COLUMNS:
       points = [(kv, of[name]["us_median"]) for kv, of in at.items() if name in of]
       if points:
-        style = ":" if any(is_emulated(of[name]) for of in at.values() if name in of) else "-"
-        look = {"color": _COLOURS[name], "linewidth": _WIDTHS.get(name, 1.5), "label": name}
-        panel.loglog(*zip(*points, strict=True), f".{style}", **look)
+        panel.loglog(*zip(*points, strict=True), **_look(name, at))
     for name in ("fp8", "dequant"):
       floor = [
         (kv, of[name]["floor_us"]) for kv, of in at.items() if name in of and of[name]["floor_us"]
       ]
       if floor:
         panel.loglog(*zip(*floor, strict=True), "--", color=_COLOURS[name], alpha=0.5)
-    _key_lengths(panel, at, f"{batch} x {q_len} queries")
+    _key_lengths(panel, at, title)
   return _save(figure, panels, path)
 
 
 def ratios(run: Run, path: pathlib.Path) -> bool:
   """Time of each NVFP4 path over our FP8's: below 1 it pays."""
   lines = {
-    lengths: at
-    for lengths, at in _by_lengths(_usual(run)).items()
+    title: at
+    for title, at in _by_lengths(_usual(run)).items()
     if run.is_of_kernels and any(ratio(of, name, "fp8") for of in at.values() for name in NVFP4)
   }
   if not lines:
     return False
-  figure, panels = _figure(len(lines), run, "time over our FP8's, over kv_len")
-  for ((batch, q_len), at), panel in zip(lines.items(), panels, strict=False):
+  what = "time over our FP8's, over kv_len", *_reservations(run)
+  figure, panels = _figure(len(lines), run, "; ".join(what))
+  for (title, at), panel in zip(lines.items(), panels, strict=False):
     for name in NVFP4:
       points = [(kv, value) for kv, of in at.items() if (value := ratio(of, name, "fp8"))]
       if points:
-        look = {"color": _COLOURS[name], "linewidth": _WIDTHS.get(name, 1.5), "label": name}
-        panel.semilogx(*zip(*points, strict=True), ".-", **look)
+        panel.semilogx(*zip(*points, strict=True), **_look(name, at))
     panel.axhline(1.0, color="black", linewidth=0.8)
-    _key_lengths(panel, at, f"{batch} x {q_len} queries")
+    _key_lengths(panel, at, title)
   return _save(figure, panels, path)
 
 
@@ -87,7 +88,8 @@ def limits(run: Run, path: pathlib.Path) -> bool:
   names = [name for name in COLUMNS if any(name in of for of in shapes.values())]
   from matplotlib.figure import Figure
 
-  figure = Figure(figsize=(1.0 + 1.1 * len(shapes), 4.5), layout="constrained")
+  inches = max(1.0 + 1.1 * len(shapes), _TITLE_WIDTH), 4.5
+  figure = Figure(figsize=inches, layout="constrained")
   panel = figure.subplots()
   width = 0.85 / len(names)
   for i, name in enumerate(names):
@@ -178,14 +180,49 @@ PLOTS: dict[str, Callable[[Run, pathlib.Path], bool]] = {
 }
 
 
-def _by_lengths(shapes: Shapes) -> dict[tuple[int, int], dict[int, dict[str, dict]]]:
-  """Of (batch, q_len) what was timed at each kv_len, where there are several; stale apart."""
+def _by_lengths(shapes: Shapes) -> dict[str, dict[int, dict[str, dict]]]:
+  """By title what was timed at each kv_len, stale apart: of each batch and query length, and of
+  whole prompts. A single length is a panel only where it is one that was asked for by itself."""
   lines: dict[tuple[int, int], dict[int, dict[str, dict]]] = {}
+  prompts: dict[int, dict[int, dict[str, dict]]] = {}
   for shape, of in shapes.items():
-    current = {name: row for name, row in of.items() if not is_stale(row)}
-    lines.setdefault((shape.batch, shape.q_len), {})[shape.kv_len] = current or of
-  several = {lengths: dict(sorted(at.items())) for lengths, at in lines.items() if len(at) > 1}
-  return dict(sorted(several.items()))
+    current = {name: row for name, row in of.items() if not is_stale(row)} or of
+    lines.setdefault((shape.batch, shape.q_len), {})[shape.kv_len] = current
+    if shape.phase == "prefill":
+      prompts.setdefault(shape.batch, {})[shape.kv_len] = current
+  found = {
+    f"{batch} x {'whole prompts' if batch > 1 else 'a whole prompt'}": at
+    for batch, at in sorted(prompts.items())
+    if len(at) > 1
+  }
+  for (batch, q_len), at in sorted(lines.items()):
+    asked = any(row["phase"] == "tail" and row["part"] != "grid" for row in _rows(at))
+    if len(at) > 1 or asked:
+      found[f"{batch} x {q_len} queries"] = at
+  return {title: dict(sorted(at.items())) for title, at in found.items()}
+
+
+def _rows(at: dict[int, dict[str, dict]]) -> list[dict]:
+  return [row for of in at.values() for row in of.values()]
+
+
+def _look(name: str, at: dict[int, dict[str, dict]]) -> dict[str, Any]:
+  emulated = any(is_emulated(of[name]) for of in at.values() if name in of)
+  return {
+    "color": _COLOURS[name],
+    "linewidth": _WIDTHS.get(name, 1.5),
+    "label": name,
+    "marker": ".",
+    "linestyle": ":" if emulated else "-",
+  }
+
+
+def _reservations(run: Run) -> list[str]:
+  """What a title must say of some of the lines."""
+  rows = [row for of in _usual(run).values() for row in of.values()]
+  emulated = ["dotted: A4Q, emulated"] if any(map(is_emulated, rows)) else []
+  unmasked = any("no mask" in row["data"] for row in rows)
+  return emulated + (["cuDNN's chunks and tails without their mask"] if unmasked else [])
 
 
 def _figure(count: int, run: Run, what: str):
@@ -193,7 +230,8 @@ def _figure(count: int, run: Run, what: str):
 
   columns = min(_PANELS, count)
   rows = -(-count // columns)
-  figure = Figure(figsize=(4 * columns, 3.2 * rows + 1), layout="constrained")
+  inches = max(4 * columns, _TITLE_WIDTH), 3.2 * rows + 1
+  figure = Figure(figsize=inches, layout="constrained")
   panels = list(figure.subplots(rows, columns, squeeze=False).flat)
   figure.suptitle(f"{run.heading}\n{what}")
   return figure, panels

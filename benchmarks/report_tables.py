@@ -17,7 +17,7 @@ _SHORT = {"a4q x1": "a4q1", "a4q x2": "a4q2"}
 
 def tables(run: Run, *, all_of_them: bool = True) -> list[Table]:
   """Those that have rows; the times, and with `all_of_them` what explains them."""
-  found = [*attention(run), storage(run), options(run)]
+  found = [*attention(run), storage(run), options(run), definition(run)]
   if all_of_them:
     found += [*limits(run), costs(run), launched(run)]
   if all_of_them or not run.is_of_kernels:  # errors are then what there is to see
@@ -112,12 +112,13 @@ def storage(run: Run) -> Table:
   rows = []
   for row in run.of_phase("append", "pack", "unpack"):
     count = row["batch"] * row["q_len"]
-    what = row["data"].removeprefix("gaussian, ")
+    by = "by XLA" if run.is_of_kernels and row["implementation"] == "xla" else None
+    what = row["data"].removeprefix("gaussian, "), row["levers"], _pages(row["page_size"]), by
     rows.append(
       (
         f"{row['phase']} {count}",
         row["k_format"],
-        " ".join(filter(None, (what, row["levers"]))),
+        ", ".join(filter(None, what)),
         _us(row),
         number(row["floor_us"]),
         share(row.get("floor_fraction")),
@@ -137,18 +138,32 @@ def options(run: Run) -> Table:
     without = shapes.get(shape, {}).get(name)
     same = without is not None and is_stale(without) == is_stale(row)
     levers = [row["levers"] or "", "batch invariant" if row["batch_invariant"] else ""]
-    pages = "" if shape.page_size == PAGE_SIZE else f"pages of {shape.page_size}"
     rows.append(
       (
         f"{shape.phase} {shape.lengths}",
         name,
-        ", ".join(filter(None, (*levers, pages))),
+        ", ".join(filter(None, (*levers, _pages(shape.page_size)))),
         _us(row),
         _us(without if same else None),
         factor(row["us_median"] / without["us_median"] if same else None),
       )
     )
   return Table("options", ("b/q/kv", "path", "with", "us", "without", "ratio"), rows, left=3)
+
+
+def _pages(page_size: int) -> str:
+  return "" if page_size == PAGE_SIZE else f"pages of {page_size}"
+
+
+def definition(run: Run) -> Table:
+  """What XLA makes of the definition on a GPU, beside the device's own kernels."""
+  rows = []
+  for row in run.of_phase("decode", "chunk", "tail", "prefill") if run.is_of_kernels else ():
+    if row["implementation"] == "xla":
+      shape, name = measured.shape_of(row), measured.column(row)
+      ours = run.attention.get(shape, {}).get(name)
+      rows.append((f"{shape.phase} {shape.lengths}", name, _us(row), _us(ours)))
+  return Table("the definition, us", ("b/q/kv", "path", "by XLA", "by kernels"), rows, left=2)
 
 
 def costs(run: Run) -> Table:
@@ -206,7 +221,11 @@ def errors(run: Run) -> Table:
     if name in worst
   ]
   head = ("path", "to float64 on the same bytes", "to float64 on wide K, V and Q")
-  return Table("output error, relative L2, of the worst shape", head, rows)
+  notes = [
+    "Rows with levers or new_kv, and cuDNN's without its mask, are timed only: "
+    "`python3 -m benchmarks gpu` and the tests judge what levers compute."
+  ]
+  return Table("output error, relative L2, of the worst shape", head, rows, notes)
 
 
 def _error(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Which source files a traced kernel is made of. Rows with another hash of them are stale."""
+"""Which source files a traced kernel is made of and chosen by. Rows with another hash are stale."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from collections.abc import Iterable
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "nvfp4_pallas" / "kernels"
 PACKAGE = "nvfp4_pallas.kernels"
+OPS = ROOT / "nvfp4_pallas" / "ops"
+_FOR_ONE = tuple(sorted(path.stem for path in OPS.glob("*_sm[0-9]*.py")))  # architecture
 # What a kernel's name in a trace begins with, and the module that launches it.
 LAUNCHERS = {
   "kernel_mosaic": "attention_mosaic_sm90",  # Pallas' own name
@@ -37,7 +39,8 @@ def launcher(kernel_name: str) -> str | None:
 
 
 def kernel_hash(kernel_names: Iterable[str]) -> str:
-  """Of the kernels of this package among them; empty where there is none."""
+  """Of the kernels of this package among them, and of what chooses between kernels; empty where
+  there is none."""
   launchers = {launcher(name) for name in kernel_names} - {None}
   return _hash(frozenset(launchers)) if launchers else ""
 
@@ -96,7 +99,35 @@ def _hash(modules: frozenset[str]) -> str:
   digest = hashlib.sha256()
   for name in sorted(closure(modules)):
     digest.update(name.encode() + b"\0" + (KERNELS / f"{name}.py").read_bytes())
+  for name in sorted(choosers(modules)):
+    digest.update(name.encode() + b"\0" + source_of(name).encode())
   return digest.hexdigest()[:12]
+
+
+def choosers(launchers: Iterable[str]) -> set[str]:
+  """Modules of the operations for an architecture that launch one of these or decide who does."""
+  wanted = set(launchers)
+  found, left = set(), [name for name in _FOR_ONE if wanted & _launched(name)]
+  while left:
+    name = left.pop()
+    if name not in found:
+      found.add(name)
+      left += [
+        other for other in _FOR_ONE if re.search(rf"\bimport\b.*\b{other}\b", source_of(name))
+      ]
+  return found
+
+
+def _launched(name: str) -> set[str]:
+  """Modules of kernels that a module of the operations imports as a whole."""
+  nodes = ast.walk(ast.parse(source_of(name)))
+  imports = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == PACKAGE]
+  return {alias.name for node in imports for alias in node.names}
+
+
+def source_of(name: str) -> str:
+  """Of a module of the operations."""
+  return (OPS / f"{name}.py").read_text()
 
 
 def closure(modules: Iterable[str]) -> set[str]:

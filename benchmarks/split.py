@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.sources import launcher
 from benchmarks.table import WIDTH
+from nvfp4_pallas.dispatch import IMPLEMENTATIONS
 
 _INDENT = " " * 8
 _LONGEST = 40  # of a name; cuDNN's are longer
@@ -15,7 +16,8 @@ def costs(row: dict) -> dict[str, float]:
   What XLA's kernels are called says nothing. Empty for rows of before kernels were timed apart.
   """
   by_kernel = row.get("us_by_kernel") or {}
-  of_xla = [name for name in by_kernel if _is_of_xla(name)]
+  of_a_peer = row.get("implementation", "xla") not in IMPLEMENTATIONS  # its names say something
+  of_xla = [name for name in by_kernel if not of_a_peer and _is_of_xla(name)]
   together = f"xla ({len(of_xla)})" if len(of_xla) > 1 else None
   summed: dict[str, float] = {}
   for name, us in by_kernel.items():

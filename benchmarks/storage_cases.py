@@ -1,4 +1,4 @@
-"""What writes a cache, as cases to time: append, a decoding step's append, pack and unpack."""
+"""What writes a cache, as cases to time: append, a step's or a prompt's append, pack and unpack."""
 
 from __future__ import annotations
 
@@ -90,24 +90,17 @@ def prepare_step(
   implementation: str,
   row: functools.partial[Row],
   copy_rate: float | None,
-  *,
-  recent_window: int = 0,
+  **levers: Any,
 ) -> Timed:
   """An append of a decoding step by the batch: what finding the slots costs is in it.
 
   Sequences are anywhere in their pages, so that with a window a few of them give one up.
+
+  Args:
+    levers: options of `PagedKVCache.create`.
   """
   seqs, pages, heads = work.batch, 4, work.heads
-  options: dict[str, Any] = {}
-  if recent_window:
-    options = {"recent_window": recent_window, "num_rings": seqs}
-  cache = nv.PagedKVCache.create(
-    num_pages=seqs * pages,
-    page_size=work.page_size,
-    num_kv_heads=heads.num_kv_heads,
-    head_dim=heads.head_dim,
-    **options,
-  )
+  cache = _cache_of(work, seqs * pages, seqs, levers)
   r = np.random.default_rng(0)
   table = jnp.asarray(r.permutation(seqs * pages).reshape(seqs, pages), jnp.int32)
   lens = r.integers(2 * work.page_size, 3 * work.page_size, seqs)
@@ -124,12 +117,60 @@ def prepare_step(
   known = {"bytes_per_token": state.cache.bytes_per_token, **state.launched}
   nbytes = step_bytes(
     lens,
-    recent_window,
+    levers.get("recent_window", 0),
     page_size=work.page_size,
     wide=4 * heads.num_kv_heads * heads.head_dim,
     stored=state.cache.bytes_per_token,
   )
   return Timed(calls, _row_of(row, known, nbytes, copy_rate), state.wait)
+
+
+def prepare_prompt(
+  work: Workload,
+  implementation: str,
+  row: functools.partial[Row],
+  copy_rate: float | None,
+  **levers: Any,
+) -> Timed:
+  """An append of a prompt's `q_len` tokens by the batch; each call is of a sequence of its own.
+
+  Args:
+    levers: options of `PagedKVCache.create`.
+  """
+  tokens, heads = work.q_len, work.heads
+  pages = -(-tokens // work.page_size)
+  cache = _cache_of(work, CALLS * pages, CALLS, levers)
+  table = jnp.asarray(np.random.default_rng(0).permutation(CALLS * pages), jnp.int32)
+  table = table.reshape(CALLS, 1, pages)
+  lens, starts = jnp.array([tokens], jnp.int32), jnp.array([0, tokens], jnp.int32)
+  rings = [jnp.array([i], jnp.int32) if cache.recent is not None else None for i in range(CALLS)]
+  batches = [
+    nv.RaggedBatch(of, lens, starts, ring_ids=ring) for of, ring in zip(table, rings, strict=True)
+  ]
+  shape = (2, tokens, heads.num_kv_heads, heads.head_dim)
+  new = [jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(COPIES)]
+  append = jax.jit(functools.partial(nv.append, implementation=implementation), donate_argnums=0)
+  state = _State(append, cache, (*new[0], batches[0]))
+  calls = [functools.partial(state.call, *new[i % COPIES], batches[i]) for i in range(CALLS)]
+  known = {"bytes_per_token": state.cache.bytes_per_token, **state.launched}
+  window = levers.get("recent_window", 0)
+  stays_wide = tokens - max(tokens - window, 0) // work.page_size * work.page_size if window else 0
+  wide = 4 * heads.num_kv_heads * heads.head_dim
+  stored = (tokens - stays_wide) * state.cache.bytes_per_token
+  nbytes = int(tokens * wide + stays_wide * wide + stored)
+  return Timed(calls, _row_of(row, known, nbytes, copy_rate), state.wait)
+
+
+def _cache_of(work: Workload, pages: int, seqs: int, levers: dict[str, Any]) -> nv.PagedKVCache:
+  rings = {"num_rings": seqs} if levers.get("recent_window") else {}
+  return nv.PagedKVCache.create(
+    num_pages=pages,
+    page_size=work.page_size,
+    num_kv_heads=work.heads.num_kv_heads,
+    head_dim=work.heads.head_dim,
+    **rings,
+    **levers,
+  )
 
 
 def step_bytes(lens: np.ndarray, window: int, *, page_size: int, wide: int, stored: float) -> int:

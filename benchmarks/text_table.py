@@ -24,9 +24,12 @@ class Table:
   left: int = 1
 
   def terminal(self) -> list[str]:
-    """Lines; a last column that is too long goes on below itself."""
+    """Lines; a last column that is too long goes on below itself, and numbers that do not fit are
+    in a second table below the first, with the left columns once more."""
     cells = [list(self.head), *map(list, self.rows)]
     widths = [max(map(len, of)) for of in zip(*cells, strict=True)]
+    if sum(widths) + len(widths) - 1 > WIDTH and not self._has_prose:
+      return self._in_two(widths)
     gap = "  " if sum(widths) + 2 * len(widths) <= WIDTH or self._has_prose else " "
     before = sum(widths[:-1]) + len(gap) * len(widths[:-1])
     lines = []
@@ -42,6 +45,19 @@ class Table:
     notes = [line for note in self.notes for line in textwrap.wrap(note, WIDTH)]
     return [self.title, *lines, *notes]
 
+  def _in_two(self, widths: list[int]) -> list[str]:
+    fitting = self.left + 1  # columns, one number at least
+    while sum(widths[: fitting + 1]) + fitting <= WIDTH:
+      fitting += 1
+    part = lambda row, first: [*row[: self.left], *row[first:]]
+    first = dataclasses.replace(
+      self, head=self.head[:fitting], rows=[row[:fitting] for row in self.rows], notes=()
+    )
+    rest = dataclasses.replace(
+      self, head=part(self.head, fitting), rows=[part(row, fitting) for row in self.rows]
+    )
+    return [*first.terminal(), "", *rest.terminal()]
+
   @property
   def _has_prose(self) -> bool:
     """Whether the last column is set to the left, and may be broken."""
@@ -51,7 +67,12 @@ class Table:
     rule = [":--" if i < self.left else "--:" for i in range(len(self.head))]
     rows = [self.head, rule, *self.rows]
     notes = [line for note in self.notes for line in ("", note)]
-    return [f"### {self.title}", "", *("| " + " | ".join(row) + " |" for row in rows), *notes]
+    lines = ("| " + " | ".join(map(_in_markdown, row)) + " |" for row in rows)
+    return [f"### {self.title}", "", *lines, *notes]
+
+
+def _in_markdown(cell: str) -> str:
+  return " ".join(cell.split()).replace("|", "\\|")
 
 
 def number(us: float | None) -> str:

@@ -1,8 +1,9 @@
 """The shapes of the benchmark matrix, as data: what is asked, of which heads, over which pages.
 
 Four query shapes are the ones that the reports this project began with ask for: a full prompt of
-8K and of 32K tokens, a query of 128 over 2K keys, tails of 8 and 16 over 16K; and decode, append
-and pack beside them. `LENGTHS` is a grid between and beyond them, for policy.py to interpolate in.
+8K and of 32K tokens (they time one of 16K too), a query of 128 over 2K keys, tails of 8 and 16 over
+16K; and decode, append and pack beside them. `LENGTHS` is a grid between and beyond them, for
+policy.py to interpolate in.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def attention(batch: int, q_len: int, kv_len: int, **where) -> Workload:
   return Workload(phase=phase, batch=batch, q_len=q_len, kv_len=kv_len, **where)
 
 
-FULL = ((1, 8192, 8192), (1, 32768, 32768))
+FULL = ((1, 8192, 8192), (1, 16384, 16384), (1, 32768, 32768))
 CHUNK = ((4, 128, 2048),)
 TAILS = tuple((batch, q_len, 16384) for batch in (1, 16) for q_len in (8, 16))
 DECODE = tuple((batch, 1, kv_len) for batch in (1, 16, 64) for kv_len in (2048, 8192, 32768))
@@ -87,10 +88,13 @@ PREFILLS = ((4, 2048, 2048),)
 APPEND_TOKENS = (1, 64, 512, 8192)
 # One of each kind, for what is compared with the rest in one thing only.
 ONE_OF_EACH = ((1, 8192, 8192), (4, 128, 2048), (16, 16, 16384), (16, 1, 8192))
+# What the definition is timed at on a GPU, where nobody serves with it.
+DEFINITION = ((4, 128, 2048), (1, 16, 16384), (1, 1, 2048))
 PAGE_SIZES = (16, 128)
 # Batch, and the query and key lengths that it is timed with.
 LENGTHS = (
   (1, (1, 4, 16, 64, 128, 512, 1024, 8192), (1024, 4096, 16384, 65536)),
+  (1, (512,), (2048, 8192, 32768)),  # where the paths are closest to each other
   (4, (1, 16, 128, 1024), (1024, 4096, 16384)),
   (16, (1, 4, 16, 128, 512), (1024, 4096, 16384)),
   (64, (1, 16, 128), (1024, 4096)),
@@ -101,6 +105,7 @@ SMALL_APPEND_TOKENS = (1, 64, 256)
 PACK_ROWS = 2**19  # of 128 values: 64 Mi
 SMALL_PACK_ROWS = 2**12
 STEP_SEQUENCES = (16, 64)
+PROMPT_TOKENS = 2048
 
 
 def grid() -> list[tuple[int, int, int]]:

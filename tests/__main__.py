@@ -5,7 +5,7 @@ import sys
 from benchmarks import bootstrap
 
 if __name__ == "__main__":
-  bootstrap.ensure()
+  bootstrap.ensure(("tests",))
   from tests import runner
 
   sys.exit(runner.main())

@@ -121,7 +121,23 @@ class CaseTest(TestCase):
     self.assertIsNotNone(plain.kernel_error)
     self.assertIsNone(window.kernel_error)  # the reference knows no rings
     self.assertIsNotNone(self.row(shared, nvfp4, batch_invariant=True).us_median)
-    self.assertIsNotNone(self.row(shared, nvfp4, k_rotation="hadamard").us_median)
+    for changed in ({"k_rotation": "hadamard"}, {"v_rotation": "hadamard"}, {"k_mean": True}):
+      row = self.row(shared, nvfp4, **changed)
+      self.assertIsNotNone(row.us_median)
+      self.assertIsNone(row.kernel_error)  # nor what was done to rows before
+
+  def test_new_keys_in_wide_form(self):
+    shared = self.shared(2, 64, 256)
+    nvfp4 = Variant("nvfp4_repack", "nvfp4", "nvfp4")
+    plain, wide, recent = (
+      self.row(shared, nvfp4, **options)
+      for options in ({}, {"new_kv": True}, {"new_kv": True, "recent_window": 64})
+    )
+    kv_heads = shared.workload.heads.num_kv_heads
+    self.assertEqual(wide.bytes - plain.bytes, 2 * 64 * kv_heads * 2 * (2 * 128 - 72))
+    # Of 192 cached tokens 64 and, of the sequence that is shorter by 37, 91 are in the ring.
+    self.assertEqual(recent.bytes - wide.bytes, (64 + 91) * kv_heads * 2 * (2 * 128 - 72))
+    self.assertIsNone(wide.kernel_error)
 
   def test_other_devices_have_a_floor_of_bytes(self):
     shared = self.shared(1, 128, 128)

@@ -167,7 +167,7 @@ class FindPythonTest(TestCase):
       [pathlib.Path(path).parent.parent.name for path in found], ["3.12.9", "3.12.10", "3.13.0"]
     )
 
-  def find(self, uv, hint=None):
+  def find(self, uv, hint=None, wanted=()):
     """find_python on a machine that has only the fake interpreters."""
     environ = {"PATH": str(self.folder / "path"), "PYENV_ROOT": str(self.folder / "pyenv")}
     running = self.fake("running", "echo 3.11.7")
@@ -176,7 +176,7 @@ class FindPythonTest(TestCase):
       mock.patch.object(bootstrap, "running_python", lambda: running),
       mock.patch.object(bootstrap, "find_uv", uv),
     ):
-      return bootstrap.find_python(hint, self.folder)
+      return bootstrap.find_python(hint, self.folder, wanted)
 
   def no_uv(self, scratch):
     raise bootstrap.SetupError("cannot be fetched")
@@ -185,6 +185,22 @@ class FindPythonTest(TestCase):
     self.fake("path/python3.12", SHIM)
     python = self.fake("pyenv/versions/3.13.0/bin/python", "echo 3.13.0")
     self.assertEqual(self.find(self.no_uv), (python, "3.13.0"))
+
+  def test_another_version_is_not_taken(self):
+    self.fake("path/python3.12", "echo 3.12.1")
+    python = self.fake("path/python3.13", "echo 3.13.0")
+    self.assertEqual(self.find(self.no_uv, wanted=(3, 13)), (python, "3.13.0"))
+    with self.assertRaisesRegex(
+      bootstrap.SetupError, r"no Python 3.14 was found[\s\S]*is Python 3"
+    ):
+      self.find(self.no_uv, wanted=(3, 14))
+    with self.assertRaisesRegex(bootstrap.SetupError, "is Python 3.13.0; Python 3.12 is needed"):
+      self.find(self.no_uv, hint=python, wanted=(3, 12))
+
+  def test_uv_is_asked_for_the_version(self):
+    python = self.fake("managed", "echo 3.13.4")
+    uv = self.fake("uv", f'[ "$2 $5" = "find ==3.13.*" ] && echo {python}')
+    self.assertEqual(self.find(lambda scratch: uv, wanted=(3, 13)), (python, "3.13.4"))
 
   def test_uv_is_asked_last(self):
     python = self.fake("managed", "echo 3.12.4")
@@ -217,8 +233,8 @@ class FindPythonTest(TestCase):
 class FakeEnvironment(bootstrap.Environment):
   """An environment whose steps are recorded, not run; `problems` are found one after another."""
 
-  def __init__(self, root, problems=()):
-    super().__init__(root)
+  def __init__(self, root, problems=(), **apart):
+    super().__init__(root, **apart)
     self.steps = []
     self.problems = list(problems)
 
@@ -261,6 +277,14 @@ class EnvironmentTest(TestCase):
     self.prepare(["dev"])
     self.assertEqual(self.prepare(["quality"]), ["install dev,quality"])
     self.assertEqual(self.prepare(["dev"]), [])
+
+  def test_versions_and_pins_have_environments_of_their_own(self):
+    self.prepare()
+    other = FakeEnvironment(self.root, version="3.13", pins=["jax==0.11.2"])
+    other.prepare()
+    self.assertEqual(other.steps, ["create", "install "])
+    self.assertEqual(other.venv.name, ".venv-3.13-jax-0.11.2")
+    self.assertEqual(self.prepare(), [])
 
   def test_changed_pyproject_is_installed_again(self):
     self.prepare()

@@ -101,6 +101,34 @@ def _pool(r, case: Case, format: str, head_dim: int, used: np.ndarray) -> PagePo
   return PagePool(jnp.asarray(values.astype(ml_dtypes.bfloat16)), None, None, format)
 
 
+def padded(built: Built, num_pages: int, max_pages: int, rows: int) -> Built:
+  """The same batch in shapes that do not depend on its lengths: with more pages, a wider page
+  table and more rows of q, all of them poison."""
+
+  def pages(array):
+    *shape, row = array.shape[1:]
+    raw = np.full((num_pages, *shape, row * array.dtype.itemsize), 0xFF, np.uint8)
+    raw = raw.view(array.dtype)
+    raw[: len(array)] = array
+    return jnp.asarray(raw)
+
+  def pool(pool):
+    scale = None if pool.block_scale is None else pages(pool.block_scale)
+    return dataclasses.replace(pool, data=pages(pool.data), block_scale=scale)
+
+  batch, cache = built.batch, built.cache
+  table = np.full((batch.num_seqs, max_pages), 2**30, np.int32)
+  table[:, : batch.max_pages] = batch.page_table
+  q = np.full((rows, *built.q.shape[1:]), np.nan, built.q.dtype)
+  q[: len(built.q)] = built.q
+  return dataclasses.replace(
+    built,
+    q=jnp.asarray(q),
+    cache=dataclasses.replace(cache, k=pool(cache.k), v=pool(cache.v)),
+    batch=dataclasses.replace(batch, page_table=jnp.asarray(table)),
+  )
+
+
 def with_window(built: Built, tokens: int, *, past_only: bool = False, seed: int = 5) -> Built:
   """The same batch with its newest tokens in rings, and poison in their places in the pages.
 

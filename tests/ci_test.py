@@ -1,8 +1,13 @@
 """The gate's script, with a python3 that only notes what it is asked for."""
 
+import contextlib
+import io
 import os
 import pathlib
+import re
 import subprocess
+import sys
+from unittest import mock
 
 from absl.testing import absltest
 
@@ -12,7 +17,9 @@ SCRIPT = pathlib.Path(__file__).parent.parent / ".ci" / "run"
 PYTHON = """#!/usr/bin/env bash
 echo "$*" >> "$ASKED"
 case "$*" in
+  *bootstrap*--version*) [ -z "$NO_CORNER" ] && echo "$0" ;;
   *bootstrap*) echo "$0" ;;
+  *--version*) echo --version 3.13 --pin jax==0.11.2 ;;
   *fetch_gguf*) exit "$FETCHED" ;;
 esac
 """
@@ -28,7 +35,8 @@ class CiTest(TestCase):
     asked = folder / "asked"
     outer = {n: v for n, v in os.environ.items() if n != "NVFP4_PALLAS_OFFLINE"}
     path = f"{folder}{os.pathsep}{outer['PATH']}"
-    given = {"PATH": path, "ASKED": str(asked), "FETCHED": str(fetched)} | environment
+    given = {"PATH": path, "ASKED": str(asked), "FETCHED": str(fetched), "NO_CORNER": ""}
+    given |= environment
     ran = subprocess.run([SCRIPT], env=outer | given, capture_output=True, text=True, timeout=60)
     return ran.returncode, ran.stdout, asked.read_text()
 
@@ -49,6 +57,34 @@ class CiTest(TestCase):
     self.assertEqual(status, 0)
     self.assertIn("NVFP4_PALLAS_OFFLINE=1: no model was judged\n", printed)
     self.assertNotIn("fetch_gguf", asked)
+
+  def test_other_versions(self):
+    status, printed, asked = self.run_script(fetched=0)
+    self.assertEqual(status, 0, printed)
+    self.assertIn("bootstrap --extra tests --version 3.13 --pin jax==0.11.2\n", asked)
+    (modules,) = re.findall(r"-m tests (\w+_test(?:\s+\w+_test)+)", asked)
+    for module in modules.split():
+      self.assertTrue((SCRIPT.parent.parent / "tests" / f"{module}.py").exists(), module)
+
+  def test_without_the_other_versions_the_gate_fails(self):
+    status, printed, _ = self.run_script(fetched=0, NO_CORNER="1")
+    self.assertEqual(status, 1)
+    self.assertIn("FAILED: other versions\n", printed)
+
+  def test_the_other_corner(self):
+    """What the script asks bootstrap for, by what the gate's environment has."""
+    (code,) = re.findall(r"other_corner='(.*?)'", SCRIPT.read_text(), re.DOTALL)
+    pins = ["--pin", "jax==0.11.2", "--pin", "jaxlib==0.11.2"]
+    for python, jax, want in (
+      ((3, 12, 1), "0.12.0.1", ["--version", "3.13", *pins]),
+      ((3, 12, 1), "0.11.2", ["--version", "3.13"]),
+      ((3, 13, 0), "0.12.1", ["--version", "3.12", *pins]),
+    ):
+      modules = {"sys": mock.Mock(version_info=python), "jax": mock.Mock(__version__=jax)}
+      with mock.patch.dict(sys.modules, modules):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+          exec(code, {})
+      self.assertEqual(printed.getvalue().split(), want)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,9 @@ def ranged(path, us, spread=0.01, **changes):
 
 
 class CompareTest(TestCase):
-  def compare(self, a, b):
+  def compare(self, a, b, *, same_sources=False):
+    if not same_sources:
+      b = [dataclasses.replace(row, kernel_hash="another") for row in b]
     folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
     for name, rows in (("a", a), ("b", b)):
       records.write(rows, folder / f"{name}.jsonl")
@@ -34,13 +36,23 @@ class CompareTest(TestCase):
     (100.0, 110.0, 0.01, "1 slower, 0 faster, 0 within", 1),
     (100.0, 90.0, 0.01, "0 slower, 1 faster, 0 within", 0),
     (100.0, 110.0, 0.12, "0 slower, 0 faster, 1 within", 0),  # ranges reach beyond both medians
-    (100.0, 102.5, 0.001, "0 slower, 0 faster, 1 within", 0),  # two machines differ by as much
-    (1.0, 1.15, 0.001, "0 slower, 0 faster, 1 within", 0),  # a launch does
+    (100.0, 104.5, 0.001, "0 slower, 0 faster, 1 within", 0),  # two machines differ by as much
+    (1.0, 1.45, 0.001, "0 slower, 0 faster, 1 within", 0),  # a launch does
   )
   def test_beyond_noise(self, before, after, spread, verdict, code):
     got, lines = self.compare([ranged("fp8", before, spread)], [ranged("fp8", after, spread)])
     self.assertEqual(got, code)
     self.assertStartsWith(lines[0], f"1 pairs: {verdict} noise; without a partner 0 before, 0")
+
+  def test_the_same_sources_decide_nothing(self):
+    a, b = ([ranged("fp8", us), cudnn(us, us_min=us - 0.1, us_max=us + 0.1)] for us in (10.0, 12.0))
+    code, lines = self.compare(a, b, same_sources=True)
+    self.assertEqual(code, 0)
+    self.assertStartsWith(lines[0], "2 pairs: 0 slower, 0 faster, 0 within noise; ")
+    said = "2 of the same sources: 20.0% apart in the middle, 20% at most, 2 more than 5%"
+    self.assertEqual(lines[1:], [said])
+    newer = [dataclasses.replace(row, jax_version="another") for row in b]
+    self.assertEqual(self.compare(a[:1], newer[:1], same_sources=True)[0], 1)
 
   @parameterized.product(
     outlier=(

@@ -11,6 +11,7 @@ from unittest import mock
 from absl.testing import absltest
 
 from benchmarks import costs, held_out, matrix, measured, records
+from nvfp4_pallas.dispatch import Target, use_target
 from nvfp4_pallas.policy import CostTable, Geometry
 from tests.base import TestCase
 from tests.report_test import timed
@@ -101,7 +102,7 @@ class TableTest(CostsTestCase):
       records.write([*here, at("nvfp4_dequant", 1.0, 1, 1, 64)], self.rows)
       return 1  # some case failed: the others are a table all the same
 
-    with mock.patch.object(matrix, "main", run):
+    with mock.patch.object(matrix, "main", run), use_target(Target("sm_90")):
       code, lines = self.run_costs(str(self.rows), "--record", "--out", str(self.out))
     self.assertEqual(code, 0)
     ((argv),) = asked
@@ -110,6 +111,12 @@ class TableTest(CostsTestCase):
     self.assertEqual(CostTable.load(self.out).device, "cpu")  # not of the other row in the file
     self.assertLen(CostTable.load(self.out).rows, len(grid(TIMES)))
     self.assertIn("costs of cpu, abc", lines[-1])
+
+  def test_recording_needs_a_gpu(self):
+    error = io.StringIO()
+    with contextlib.redirect_stderr(error), self.assertRaises(SystemExit):
+      costs.main([str(self.rows), "--record", "--out", str(self.out)])
+    self.assertIn("--record needs a GPU, JAX sees only cpu", error.getvalue())
 
   def test_recording_names_one_file(self):
     error = io.StringIO()

@@ -1,6 +1,7 @@
 """The matrix: which cases it has, and what happens to them while it runs."""
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
@@ -44,7 +45,7 @@ class CasesTest(TestCase):
     tails = [(batch, q_len, 16384) for batch in (1, 16) for q_len in (8, 16)]
     decode = list(itertools.product((1, 16, 64), (1,), (2048, 8192, 32768)))
     for part, shapes in (
-      ("full", [(1, 8192, 8192), (1, 32768, 32768)]),
+      ("full", [(1, 8192, 8192), (1, 16384, 16384), (1, 32768, 32768)]),
       ("chunk", [(4, 128, 2048)]),
       ("tail", tails),
       ("decode", decode),
@@ -75,18 +76,33 @@ class CasesTest(TestCase):
   def test_one_thing_at_a_time_is_varied(self):
     varied = [case.fields["varied"] or {} for case in cases.default(H200)]
     several = [of for of in varied if len(of) > 1]
-    # A window beside what it is compared with: pages of 16, batch invariance, K rotated.
+    # A window beside what it is compared with (pages of 16, batch invariance, K rotated), and the
+    # recommended cache as a whole beside plain pages of 16.
+    whole = {"page_size": 16, "recent_window": 96, "k_rotation": "hadamard"}
     self.assertCountEqual(
-      several,
+      [of for of in several if not whole.items() <= of.items()],
       [
         {"page_size": 16, "recent_window": 64},
         {"page_size": 16, "recent_window": 96},
+        {"page_size": 16, "recent_window": 96},  # of an append
+        *({"page_size": 16, "new_kv": True},) * 2,
         {"recent_window": 96, "k_rotation": "hadamard"},
         {"batch_invariant": True, "recent_window": 64},
       ],
     )
-    for name in ("geometry", "page_size", "layout", "scale", "scale_search", "k_rotation"):
+    scaled = whole | {"scale_search": "four_over_six"}  # appends see how scales are found
+    counts = several.count(whole), several.count(scaled), several.count(whole | {"new_kv": True})
+    self.assertEqual(counts, (3, 3, 2))
+    for name in ("geometry", "page_size", "layout", *cases._USUAL):
       self.assertTrue(any(name in of for of in varied), name)
+
+  def test_the_definition_is_timed_on_a_gpu_too(self):
+    by_xla = [case for case in cases.default(H200) if case.implementation == "xla"]
+    self.assertEqual(
+      {case.workload.phase for case in by_xla},
+      {"chunk", "tail", "decode", "append", "pack", "unpack"},
+    )
+    self.assertEqual({case.part for case in by_xla}, {"definition"})
 
   def test_the_grid_has_every_batch(self):
     found = shapes_of("grid", read_path="nvfp4_repack")
@@ -143,7 +159,7 @@ class MatrixTestCase(TestCase):
 
     for module, name, fake in (
       (attention_cases, "prepare", prepare),
-      (matrix, "_STORAGE", dict.fromkeys(("append", "step", "pack"), storage)),
+      (matrix, "_STORAGE", dict.fromkeys(matrix._STORAGE, storage)),
       (matrix, "copy_bandwidth", lambda: (4e12, matrix._copy_row(1, 4e12, TIMES))),
       (matrix, "kernel_times", self.time),
       (matrix, "wall_times", self.time),
@@ -328,8 +344,8 @@ class MatrixTest(MatrixTestCase):
       self.assertNotIn("output is not finite", [row["error"] for row in others])
 
   def test_lack_of_time(self):
-    code, rows, printed = self.run_matrix("--seconds", "0")
-    self.assertEqual((code, len(rows)), (0, 1))
+    code, rows, printed = self.run_matrix("--seconds", "1e-9")
+    self.assertEqual((code, len(rows)), (2, 1))
     self.assertIn(f"Not started for lack of time: {len(cases.default(H200))} cases", printed)
 
   def test_changes_are_in_the_rows(self):
@@ -349,6 +365,9 @@ class MatrixTest(MatrixTestCase):
     (("--geometry", "8/x/128"), "geometry must be one of .*, got 8/x/128"),
     (("--geometry", "8/2"), "geometry must be one of .*, got 8/2"),
     (("--geometry", "8/3/128"), "num_q_heads must be a multiple of num_kv_heads 3, got 8"),
+    (("--geometry", "4/2/100"), "geometry's head_dim must be a multiple of 16 .*, got 100"),
+    (("--seconds", "nan"), "seconds must be positive, got nan"),
+    (("--seconds", "0"), "seconds must be positive, got 0.0"),
     (("--batch", "0"), "batch must be at least 1, got 0"),
     (("--batch=-3",), "batch must be at least 1, got -3"),
     (("--page-size", "0"), r"page_size must be one of \(16, .*\), got 0"),
@@ -367,12 +386,25 @@ class MatrixTest(MatrixTestCase):
   def test_a_cpu_copies_nothing(self):
     _, rows, printed = self.run_matrix(architecture="cpu")
     self.assertNotIn("copy", {row["phase"] for row in rows})
-    self.assertIn("Left out: geometries, pages, levers, grid, which are of full shapes", printed)
+    self.assertIn(
+      "Left out: definition, geometries, pages, levers, grid, which are of full", printed
+    )
 
   def test_list_runs_nothing(self):
     code, rows, printed = self.run_matrix("--list")
     self.assertEqual((code, rows, self.prepared), (0, [], []))
-    self.assertLen(printed.splitlines(), len(cases.default(H200)) + len(cases.PARTS) + 1)
+    lines = [line for line in printed.splitlines() if line[0] != " "]  # some go on below
+    self.assertLen(lines, len(cases.default(H200)) + len(cases.PARTS) + 1)
+    _, _, printed = self.run_matrix("--list", "--layout", "token_major")
+    self.assertLessEqual(max(map(len, printed.splitlines())), 100)
+
+  def test_a_folder_is_no_file_of_rows(self):
+    error = io.StringIO()
+    with contextlib.redirect_stderr(error), self.assertRaises(SystemExit):
+      matrix.main(["--out", str(self.out.parent)])
+    self.assertIn(f"out must be a file, {self.out.parent} is a folder", error.getvalue())
+    with contextlib.redirect_stderr(error):
+      self.assertEqual(matrix.main(["--out", str(self.out / "a"), "--resume", "--list"]), 0)
 
   def test_it_is_a_command(self):
     printed = io.StringIO()
@@ -408,14 +440,25 @@ class SmallestTest(TestCase):
       *cases._attention("decode", w.attention(2, 1, 128, geometry="small"), variants, ("xla",)),
       cases._append("append", "append", 64, "small", "xla", format="nvfp4", scale=1.0),
       cases._append("levers", "step", 4, "small", "xla"),
+      *(
+        dataclasses.replace(
+          cases._by_batch("prompt", 1, 200, "xla", options),
+          workload=w.Workload(phase="append", batch=1, q_len=200, kv_len=200, geometry="small"),
+        )
+        for options in ({}, {"recent_window": 64, "k_rotation": "hadamard"})
+      ),
     ]
     self.enter_context(mock.patch.object(cases, "default", lambda *_: some))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
       self.assertEqual(matrix.main(["--out", str(out)]), 0)
     self.assertIn("No time here may stand beside a GPU's", printed.getvalue())
-    dequant, a8q, append, step = records.read(out)
+    dequant, a8q, append, step, prompt, recent = records.read(out)
     self.assertEqual(step["bytes"], 4 * 2 * (2 * 2 * 128 + 2 * 72))
+    # Two heads' K and V: 512 bytes wide, 144 stored. Of 200 tokens in pages of 64, 72 stay wide.
+    self.assertEqual(prompt["bytes"], 200 * 2 * (512 + 144))
+    self.assertEqual(recent["bytes"], 200 * 2 * 512 + 72 * 2 * 512 + 128 * 2 * 144)
+    self.assertEqual((prompt["levers"], recent["levers"]), (None, "w64 hadK"))
     for row in (dequant, a8q):
       self.assertEqual((row["timer"], row["us_count"], row["floor_us"]), ("wall", 8, None))
       self.assertEqual(row["bytes_per_token"], 2 * 2 * 72)

@@ -149,7 +149,7 @@ class ReportTest(ReportTestCase):
     )
     text = "\n".join(lines)
     self.assertIn("Wall times of the definition: what is right, not what is fast.", text)
-    self.assertNotIn("seeds", text)
+    self.assertNotIn("published ratios", text)
     self.assertIn("1/1/8192  9.00     9.00", text)
     self.assertIn("output error", text)
 
@@ -178,6 +178,13 @@ class ReportTest(ReportTestCase):
         ("w64, pages of 16", "7.00", "-", ""),
       ],
     )
+
+  def test_the_definition_stands_apart(self):
+    rows = [timed("nvfp4_dequant", 8.0), timed("nvfp4_dequant", 900.0, implementation="xla")]
+    for order in (rows, rows[::-1]):
+      run = self.run_of(order)
+      self.assertEqual([row[2:] for row in report_tables.definition(run).rows], [("900.0", "8.00")])
+      self.assertNotIn("900", str(next(report_tables.attention(run)).rows))
 
   def test_what_was_not_measured(self):
     rows = [
@@ -226,6 +233,31 @@ class ReportTest(ReportTestCase):
     (run,) = measured.runs([path])
     self.assertLen(run.attention, 1)
 
+  def test_a_changed_definition_is_stale(self):
+    of_xla = {"implementation": "xla", "kernel_names": ("loop_fusion",)}
+    row = dataclasses.asdict(timed("fp8", 8.0, **of_xla))
+    self.assertFalse(measured.is_stale(row))
+    self.assertTrue(measured.is_stale(row | {"definition_hash": "another"}))
+
+  def test_what_chooses_a_kernel_is_in_its_hash(self):
+    chosen = {
+      "dense_attend": {"prefill_sm90", "prefill_choice_sm90"},
+      "tail_attend": {"prefill_sm90", "prefill_choice_sm90"},
+      "decode_attend": {"decode_sm90"},
+      "kernel_mosaic": {"prefill_sm90", "prefill_choice_sm90", "decode_sm90"},
+    }
+    for name, modules in chosen.items():
+      self.assertEqual(sources.choosers([sources.launcher(name)]), modules)
+      was = sources.kernel_hash([name])
+      for module in modules:
+        changed = lambda of, module=module: (
+          "" if of == module else (sources.OPS / f"{of}.py").read_text()
+        )
+        with mock.patch.object(sources, "_hash", sources._hash.__wrapped__):
+          self.assertEqual(sources.kernel_hash([name]), was)
+          with mock.patch.object(sources, "source_of", changed):
+            self.assertNotEqual(sources.kernel_hash([name]), was)
+
   def test_what_is_committed_fits_a_terminal(self):
     for run in measured.runs(measured.files()):
       for line in report.terminal(run, all_of_them=True):
@@ -237,6 +269,10 @@ class ReportTest(ReportTestCase):
       *(prefill(path, 12345.7, **shape) for path in PATHS),
       *(prefill("nvfp4_a4q", 12345.7, q_levels=n, **shape) for n in (1, 2)),
       cudnn(12345.7, phase="prefill", **shape),
+      *(
+        prefill(path, 12345.7, implementation="flashinfer", **shape)
+        for path in ("bf16", "fp8", "nvfp4_dequant")
+      ),
     ]
     for line in report.terminal(self.run_of(rows), all_of_them=True):
       self.assertLessEqual(len(line), WIDTH, line)
@@ -259,6 +295,8 @@ class SeedsTest(ReportTestCase):
       timed("fp8", 3.01, **append),
       timed("nvfp4_dequant", 8.39, **append),
       timed("nvfp4_dequant", 1.0, **append | {"data": "gaussian, global scale 0.0123"}),
+      timed("nvfp4_dequant", 138.0, **append | {"implementation": "xla"}),
+      timed("fp8", 30.0, **append | {"kernel_hash": "another"}),  # stale
     ]
     found = {row[0]: row[3] for row in seeds.table(self.run_of(rows)).rows}
     self.assertEqual(found["stock / FP8, prefill"], "1.89")
@@ -276,9 +314,7 @@ class SeedsTest(ReportTestCase):
 
   def test_other_heads_are_none_of_theirs(self):
     rows = [prefill(path, 20.0, num_q_heads=8) for path in ("nvfp4_dequant", "fp8")]
-    self.assertEqual(
-      [row[0] for row in seeds.table(self.run_of(rows)).rows], ["cache bytes a token"]
-    )
+    self.assertEmpty(seeds.table(self.run_of(rows)).rows)
 
 
 class TableTest(TestCase):
@@ -321,6 +357,8 @@ class SplitTest(TestCase):
 
   def test_kernels_of_libraries_are_not_of_xla(self):
     self.assertLen(self.costs(cudnn_fprop=1.0, cudnn_join=2.0), 2)
+    of_jax = {"implementation": "jax_paged", "us_by_kernel": {"paged": 1.0, "loop_fusion": 2.0}}
+    self.assertEqual(list(split.costs(of_jax)), ["paged", "loop_fusion"])
 
 
 class SourcesTest(TestCase):
@@ -421,7 +459,7 @@ class PlotTest(ReportTestCase):
       self.assertIn(f"({name}.png)", text)
     self.assertIn("a GPU, abc, jax", text)
     self.assertIn("| 1/1/8192 |", text)
-    self.assertEqual(lines[-1], f"written: {out / 'kernels.png'}")
+    self.assertEqual(lines[-1], f"written: {out / 'report.md'}")
 
   def test_without_matplotlib(self):
     error = io.StringIO()

@@ -34,7 +34,8 @@ def resolve_read_path(
 
   Only shapes count, so that it is the same inside jit and outside: sequences are taken to have
   equally many query tokens and as many keys as a row of the page table has room for. What a recent
-  window, `new_kv`, a sliding window or a soft cap add is not in the costs.
+  window, `new_kv`, a sliding window or a soft cap add is not in the costs. Those are of
+  `jax.devices()[0]`, which dispatch.use_target does not change.
 
   Args:
     phase: `prefill` or `decode`.
