@@ -270,6 +270,37 @@ def in_steps(run, arguments, steps=4):
   return function, (cache, batch, q, lens)
 
 
+def engine_step(rows, chunks, format="nvfp4", layers=3, places=64):
+  """A step of the live engine; its caches are donated."""
+  from benchmarks import serve_decoder
+  from benchmarks.serve_formats import FORMATS
+  from benchmarks.serve_model import Model
+
+  model = Model(layers, 1024, 32, HEADS, HEAD_DIM, 2048, 4096)
+  how = serve_decoder.reading(FORMATS[format])
+  weights = jax.eval_shape(partial(serve_decoder.random_weights, model, jnp.bfloat16))
+  caches = jax.eval_shape(
+    partial(serve_decoder.make_caches, FORMATS[format], model, NUM_PAGES, PAGE_SIZE)
+  )
+  rope = (S((8192, HEAD_DIM // 2), jnp.float32),) * 2
+  int32 = lambda *shape: S(shape, jnp.int32)
+  arrays = serve_decoder.StepRows(
+    *(int32(rows + places) for _ in range(3)),
+    chunk_pages=int32(chunks, 128),
+    chunk_lens=int32(chunks),
+    chunk_starts=int32(chunks + 1),
+    decode_pages=int32(places, 128),
+    decode_lens=int32(places),
+    written=int32(chunks + places),
+  )
+
+  def function(*arguments):
+    with use_target(Target("sm_90")):
+      return serve_decoder.step(*arguments, config=serve_decoder.config_of(model), how=how)
+
+  return function, (weights, caches, rope, arrays)
+
+
 CASES = (
   Case("definition/append_nvfp4", lambda: append_definition("nvfp4"), 0, donate=(0,)),
   Case("definition/append_fp8", lambda: append_definition("fp8"), 0, donate=(0,)),
@@ -405,6 +436,9 @@ CASES = (
     lambda: decode(abstract_cache("fp8", head_dim=256, v_head_dim=64), "nvfp4_dequant", group=7),
     168,
   ),
+  Case("engine/decode_layers", lambda: engine_step(0, 0), 168, donate=(1,)),
+  Case("engine/read_layers", lambda: engine_step(2048, 4), 168, donate=(1,)),
+  Case("engine/read_fp8_layers", lambda: engine_step(2048, 1, "fp8"), 168, donate=(1,)),
   Case(
     "short/4",
     lambda: tail(abstract_cache(), "nvfp4_dequant", q_len=4),

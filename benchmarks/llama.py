@@ -90,14 +90,14 @@ def rope_table(config: Config, length: int) -> tuple[jax.Array, jax.Array]:
   return jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)
 
 
-def _rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
   """Rotates channel i with channel i + d/2. x: [T, heads, d]; cos, sin: [T, d/2]."""
   cos, sin = cos[:, None], sin[:, None]
   x1, x2 = jnp.split(x, 2, axis=-1)
   return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
 
-def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
   return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight[None]
 
 
@@ -130,17 +130,17 @@ def forward(
 
   def block(x, layer_and_state):
     w, state = layer_and_state
-    h = _rms_norm(x, w.attn_norm, config.rms_eps)
-    q, k = (_rope(heads(h @ m), cos, sin) for m in (w.wq, w.wk))
+    h = rms_norm(x, w.attn_norm, config.rms_eps)
+    q, k = (rotate(heads(h @ m), cos, sin) for m in (w.wq, w.wk))
     out, state = attention(state, q, k, heads(h @ w.wv))
     x = x + out.astype(x.dtype).reshape(x.shape[0], -1) @ w.wo
-    h = _rms_norm(x, w.ffn_norm, config.rms_eps)
+    h = rms_norm(x, w.ffn_norm, config.rms_eps)
     return x + (jax.nn.silu(h @ w.w_gate) * (h @ w.w_up)) @ w.w_down, state
 
   # Accelerators otherwise multiply float32 matrices in fewer bits.
   with jax.default_matmul_precision("float32"):
     x, states = lax.scan(block, model.embedding[tokens], (model.layers, states))
-    return _rms_norm(x, model.norm, config.rms_eps), states
+    return rms_norm(x, model.norm, config.rms_eps), states
 
 
 def logits(model: Model, hidden: jax.Array) -> jax.Array:

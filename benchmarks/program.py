@@ -28,6 +28,7 @@ _MULTIPLY = re.compile(
   r"(wgmma\.mma_async|mma)\.sync\.aligned\.(m\d+n\d+k\d+)[\w.:]*?\.f32\.(\w+)\.(\w+)"
 )
 _SHORT = {"f8E4M3FN": "e4m3", "ui8": "u8", "i32": "s32", "ui32": "u32"}
+XLA_ALONE = "dot_general"  # in the place of a kernel's name, where there is none
 # Custom calls that launch nothing of their own.
 _NOT_KERNELS = ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
 
@@ -53,7 +54,7 @@ def operands(text: str) -> dict[str, list[str]]:
       found[_name(target, rest)] = _dtypes(types[-1]) if types else []
   if not found:
     kinds = sorted({f"{_short(a)} x {_short(b)}" for a, b in _DOT.findall(text)})
-    found = {"dot_general": kinds} if kinds else {}
+    found = {XLA_ALONE: kinds} if kinds else {}
   return found
 
 

@@ -1,15 +1,23 @@
-"""`python3 -m benchmarks serve --simulate`: what a cache format does to a server under load.
+"""`python3 -m benchmarks serve`: what a cache format does to a server under load.
 
     serve --simulate                                        generated requests, every format
     serve --simulate --trace conversation_trace.jsonl.gz --limit 1000 --time-scale 4
     serve --simulate --case seeds                           the two articles' thirty requests
     serve --simulate --sweep capacity --plot a.png          context length and concurrency
     serve --simulate --sweep reuse                          prefix reuse from 0 to 95 %
+    serve --live --concurrency 32 --max-num-seqs 64 --budget 2048 --layers 8 --pool-gib 2 \
+      --output 512                                          real kernels, beside the simulator
+    serve --live --model smollm2-135m --max-num-seqs 4 --budget 128 --pool-gib .02 \
+      --requests 4 --prompt 300 --output 20                 on a CPU
 
 Formats get pages of the same bytes and requests at the same times. A step's attention takes as
 long as was measured on an H200 (serve_costs.py, also for the choices of --costs), everything else
-as long for every format (serve_model.py). The scheduler is serve_scheduler.py's, and the same as
-the live engine's. A trace that breaks off is served up to there; the exit code is then 1.
+as long for every format (serve_model.py). The live engine takes the same scheduler's steps with a
+decoder of random weights, or with SmolLM2; the simulator knows the decoder without attention from
+steps timed on the same machine, attention and appends from the costs. The exit code is 1 where it
+decides otherwise or, on the device of the costs, one of its times is off by more than a fifth: to
+the last token, of steps that read and that only decode, to the first token and between two. A
+trace that breaks off is served up to there; the exit code is then 1 too.
 """
 
 from __future__ import annotations
@@ -24,10 +32,11 @@ from collections.abc import Iterable
 from benchmarks import serve_case, serve_options, serve_sweeps, serve_table
 from benchmarks.serve_formats import BASELINE, FORMATS
 from benchmarks.serve_metrics import Metrics, Slo, measure
-from benchmarks.serve_setup import Setup
+from benchmarks.serve_setup import GIB, Setup
 from benchmarks.serve_workloads import Workload
 
 SOME = ("bf16", "fp8", "fp8_nvfp4", "nvfp4", "nvfp4_dequant", "nvfp4_repack", "nvfp4_a8q")
+LIVE = ("fp8", "nvfp4")
 MESSAGES = 8  # of rejected requests that are printed
 
 
@@ -38,7 +47,9 @@ def main(argv: list[str]) -> int:
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   add = parser.add_argument
-  add("--simulate", action="store_true", required=True)
+  kind = parser.add_mutually_exclusive_group(required=True)
+  kind.add_argument("--simulate", action="store_true")
+  kind.add_argument("--live", action="store_true", help="run it, then simulate it")
   add("--case", choices=("seeds",), help="instead: a published case")
   add("--sweep", choices=serve_sweeps.SWEEPS, help="instead: against FP8, many servers")
   add("--plot", type=pathlib.Path, metavar="FILE.png", help="also draw the sweep")
@@ -47,9 +58,21 @@ def main(argv: list[str]) -> int:
   add("--out", type=pathlib.Path, metavar="FILE.jsonl", help="also write rows as they come")
   serve_options.add_workload(parser)
   serve_options.add_server(parser)
+  live = parser.add_argument_group("live").add_argument
+  live("--layers", type=int, metavar="N", help="of the model's; default: all")
+  live("--implementation", help="who runs the operations; default: the device's kernels")
+  live("--compilers", type=int, default=4, metavar="N", help="steps compiled at a time")
+  live("--revision", help="of rows from a machine without a checkout")
+  live("--write-model-costs", type=pathlib.Path, metavar="FILE.json", help="for --model-costs")
   options = parser.parse_args(argv)
   if options.plot and not options.sweep:
     parser.error("--plot needs --sweep")
+  if options.live and (options.case or options.sweep):
+    parser.error("--live serves requests, neither a --case nor a --sweep")
+  if options.compilers < 1:
+    parser.error(f"compilers must be at least 1, got {options.compilers}")
+  if options.live and options.model_costs:
+    parser.error("--live times the model itself, --model-costs is for --simulate")
   try:
     if options.case:
       print("\n".join(serve_case.lines(serve_case.run())))
@@ -57,10 +80,14 @@ def main(argv: list[str]) -> int:
     server = serve_options.setup(options)
     if options.sweep:
       return _sweep(server, options)
+    if options.live:
+      return _live(server, serve_options.workload(options), options)
     return _simulate(server, serve_options.workload(options), options)
   except (ValueError, OSError) as error:
     parser.error(str(error))
   except ImportError as error:
+    if options.live:
+      parser.error(str(error))
     parser.error(f"--plot needs matplotlib, which the extra `reports` installs: {error}")
 
 
@@ -78,13 +105,66 @@ def _simulate(server: Setup, workload: Workload, options) -> int:
     rejected += [f"{name}: {message}" for message in run.rejected]
     _write((_row(server, workload, name, m) for name, m in found.items()), options.out)
   print("\n".join(serve_table.lines(server, found)))
+  _tell(rejected, workload)
+  return 1 if workload.error is not None or not found else 0
+
+
+def _tell(rejected: list[str], workload: Workload) -> None:
+  """What went wrong with requests."""
   for message in rejected[:MESSAGES]:
     print(f"rejected, {message}", file=sys.stderr)
   if len(rejected) > MESSAGES:
     print(f"and {len(rejected) - MESSAGES} more were rejected", file=sys.stderr)
   if workload.error is not None:
     print(f"the workload ends early: {workload.error}", file=sys.stderr)
-  return 1 if workload.error is not None or not found else 0
+
+
+def _live(server: Setup, workload: Workload, options) -> int:
+  from benchmarks import serve_live
+
+  decoder, model = serve_live.load(options.model, options.layers, serve_live.dtype_of_device())
+  if options.pool_gib is None:
+    pool_bytes = server.pool_bytes * model.layers // server.model.layers
+    server = dataclasses.replace(server, pool_bytes=pool_bytes)
+  chunks = server.most_chunks or serve_live.MOST_CHUNKS
+  # Kernels as they are: FP8's for short chunks too.
+  server = dataclasses.replace(server, model=model, most_chunks=chunks, costs="measured")
+  print(
+    f"{workload.name}: {len(workload.items):,} requests, live, {model.layers} layers\n"
+    f"{serve_options.costs_told(server)}",
+    flush=True,
+  )
+  found: dict[str, Metrics] = {}
+  rejected, faults, rows = [], [], []
+  model_costs = None
+  for name in options.formats or LIVE:
+    pair = serve_live.run(
+      server,
+      decoder,
+      workload,
+      FORMATS[name],
+      options.implementation,
+      model_costs,
+      compilers=options.compilers,
+    )
+    model_costs = pair.model_costs
+    found[name] = measure(pair.live, Slo(*options.slo))
+    rejected += [f"{name}: {message}" for message in pair.live.rejected]
+    faults += serve_live.judge(server, workload, pair)
+    faults += filter(None, [pair.live.error])
+    print("\n".join(serve_live.lines(server, workload, pair)), flush=True)
+    of = serve_live.row_fields(pair, options.revision)
+    for kind, run in (("live", pair.live), ("simulated", pair.simulated)):
+      row = _row(server, workload, name, measure(run, Slo(*options.slo)))
+      rows.append({"run": kind, **row, **of})
+    _write(rows, options.out)
+    if options.write_model_costs is not None:
+      pair.model_costs.save(options.write_model_costs)
+  print("\n".join(("", *serve_table.lines(server, found))))
+  _tell(rejected, workload)
+  for fault in faults:
+    print(f"FAILED: {fault}", file=sys.stderr)
+  return 1 if faults or workload.error is not None else 0
 
 
 def _sweep(server: Setup, options) -> int:
@@ -115,7 +195,7 @@ def _sweep(server: Setup, options) -> int:
   if options.plot is not None:
     from benchmarks import serve_plot
 
-    title = f"{options.model}, {options.pool_gib:g} GiB of cache; {told}"
+    title = f"{options.model}, {server.pool_bytes / GIB:g} GiB of cache\n{told}"
     if options.sweep == "capacity":
       tokens = [server.pages(f) * server.page_size for f in (BASELINE, other)]
       serve_plot.draw_capacity(points, other, title, tokens, options.plot)

@@ -18,9 +18,10 @@ a time, so that several short ones are overestimated.
 The mixed format, fp8 K with nvfp4 V, was not measured. Its decode and append are taken as the mean
 of both formats', which they are if bytes decide; its prefill as fp8's, whose kernels it takes.
 
-Short chunks over long caches have kernels of their own in this package for NVFP4 alone: fp8 and
-bf16 take up to twelve times as long there, which says nothing about the formats. The costs called
-`alike` therefore take chunks of up to 128 tokens to last as long in every format as in NVFP4.
+Short chunks over long caches have kernels of their own in this package for NVFP4 alone (tails, and
+the fused ones): fp8 and bf16 take up to twelve times as long there, which says nothing about the
+formats. The costs called `alike` therefore take chunks of up to 512 tokens to last as long in every
+format as in NVFP4.
 
     alike     measured, but for short chunks: see above
     measured  as it is
@@ -46,7 +47,7 @@ from benchmarks.serve_scheduler import Step
 from nvfp4_pallas.policy import Cost, CostTable
 
 LEAST_SHAPES = 4  # of prefill by one read path
-SHORT = 128  # tokens of a chunk that the kernels for tails take
+SHORT = 512  # tokens of a chunk, up to which kernels for short queries are the fastest
 TABLE_HEADS = Heads(1, 32, 8, 128)  # of the rows that are used
 
 

@@ -89,6 +89,7 @@ class Metrics:
     num_preemptions, recomputed_tokens, evictions: evictions are pages with a key, reused.
     num_requests_running: the peak.
     kv_cache_usage_perc, kv_cache_usage_mean: the peak of a step, and the mean over time; shares.
+    sampled_running, sampled_usage: peaks of what a log line every ten seconds would show.
     prefix_cache_queries, prefix_cache_hits: tokens, when requests first start.
     cold, hits: prompts by what of them was cached.
     seconds: by phase.
@@ -114,6 +115,8 @@ class Metrics:
   num_requests_running: int
   kv_cache_usage_perc: float
   kv_cache_usage_mean: float
+  sampled_running: int
+  sampled_usage: float
   prefix_cache_queries: int
   prefix_cache_hits: int
   cold: Prompts
@@ -158,6 +161,8 @@ def measure(run: Run, slo: Slo | None = None) -> Metrics:
     num_requests_running=run.usage.peak_running,
     kv_cache_usage_perc=run.usage.peak,
     kv_cache_usage_mean=run.usage.mean,
+    sampled_running=run.usage.seen_running,
+    sampled_usage=run.usage.seen,
     prefix_cache_queries=scheduler.queries,
     prefix_cache_hits=scheduler.hits,
     cold=Prompts.of(t for t in timelines if not _hit(t)),

@@ -9,9 +9,11 @@ from benchmarks.serve_costs import COSTS
 from benchmarks.serve_model import MODELS, Measured
 from benchmarks.serve_policies import POLICIES, Vllm
 from benchmarks.serve_setup import GIB, Setup
-from benchmarks.serve_workloads import Workload, generate, read
+from benchmarks.serve_workloads import Workload, generate, read, write
 from benchmarks.sources import kernel_hash
 from nvfp4_pallas.policy import CostTable
+
+DEFAULT_GIB = 20
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +29,18 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
   add("--interval", type=float, default=0.0, metavar="S", help="mean seconds between arrivals")
   add("--poisson", action="store_true", help="arrivals at random")
   add("--seed", type=int, default=0)
+  add("--keep", type=pathlib.Path, metavar="FILE.jsonl", help="write them down, for --trace")
 
 
 def workload(options: argparse.Namespace) -> Workload:
+  """Raises ValueError where options make no requests, OSError where a file cannot be opened."""
+  made = _workload(options)
+  if options.keep is not None:
+    write(made.items, options.keep)
+  return made
+
+
+def _workload(options: argparse.Namespace) -> Workload:
   if options.trace is not None:
     return read(options.trace, limit=options.limit)
   return generate(
@@ -50,7 +61,12 @@ def add_server(parser: argparse.ArgumentParser) -> None:
   add("--concurrency", type=int, metavar="N", help="requests under way at a time; else arrivals")
   add("--time-scale", type=float, default=1.0, metavar="X", help="arrivals X times as far apart")
   add("--model", choices=MODELS, default="llama-8b")
-  add("--pool-gib", type=float, default=20.0, help="of all caches")
+  add(
+    "--pool-gib",
+    type=float,
+    metavar="GIB",
+    help=f"of all caches; default: {DEFAULT_GIB}, of fewer layers their share",
+  )
   add("--page-size", type=int, default=64, help="tokens")
   add("--recent-window", type=int, default=0, help="tokens in bf16 beside pages with nvfp4")
   add("--budget", type=int, default=8192, help="tokens of a step")
@@ -73,9 +89,10 @@ def setup(options: argparse.Namespace) -> Setup:
   elif options.watermark or options.first_chunk:
     raise ValueError(f"watermark and first_chunk need policy vllm, got {options.policy}")
   policy()  # checks its options
+  gib = DEFAULT_GIB if options.pool_gib is None else options.pool_gib
   return Setup(
     model=MODELS[options.model],
-    pool_bytes=round(options.pool_gib * GIB),
+    pool_bytes=round(gib * GIB),
     page_size=options.page_size,
     recent_window=options.recent_window,
     budget=options.budget,

@@ -34,7 +34,8 @@ def draw_capacity(
   image = panel.pcolormesh(_edges(across), _edges(down), speedup, cmap="RdBu", norm=norm)
   for (context, n), point in at.items():
     text = f"{point.speedup:.2f}{MARKS[point.region]}"
-    panel.text(n, context, text, ha="center", va="center", size=8)
+    colour = "black" if 0.15 < norm(point.speedup) < 0.85 else "white"
+    panel.text(n, context, text, ha="center", va="center", size=8, color=colour)
   for count, style, name in zip(tokens, ("k-", "k--"), ("FP8", other.name), strict=True):
     ends = [_edges(across)[0], _edges(across)[-1]]
     panel.plot(ends, [count / n for n in ends], style, label=f"the pool of {name} is full")
@@ -60,7 +61,7 @@ def _edges(values: list[int]) -> list[float]:
 
 
 def draw_reuse(points: Sequence[Point], other: Format, title: str, path: pathlib.Path) -> None:
-  """Writes hits and output rates over the share of prompts that can be found again."""
+  """Writes hits and output rates over the share of a prompt that begins a document."""
   from matplotlib.figure import Figure
 
   shares = [100 * p.reuse for p in points]
@@ -69,12 +70,12 @@ def draw_reuse(points: Sequence[Point], other: Format, title: str, path: pathlib
   for name, of in ((BASELINE.name, lambda p: p.base), (other.name, lambda p: p.other)):
     hits.plot(shares, [100 * of(p).hit_share for p in points], ".-", label=name)
     rates.plot(shares, [of(p).generation_tokens_per_second for p in points], ".-", label=name)
-  hits.plot(shares, shares, "k:", label="a pool without end")
+  hits.plot(shares, [100 * p.findable for p in points], "k:", label="a pool without end")
   hits.set_ylabel("prompt tokens found, %")
   rates.set_ylabel("output tokens per second")
   rates.set_ylim(bottom=0)
   for panel in (hits, rates):
-    panel.set_xlabel("prompt tokens that can be found again, %")
+    panel.set_xlabel("share of a prompt that begins a document, %")
     panel.legend()
   figure.suptitle(title, size=9)
   path.parent.mkdir(parents=True, exist_ok=True)

@@ -54,18 +54,32 @@ class Timeline:
   finished: float | None = None
 
 
+SAMPLED = 10.0  # seconds between two lines of vLLM's log, which is where others read peaks
+
+
 @dataclasses.dataclass
 class Usage:
-  """The share of held pages over time: at the end of every step, for as long as it took."""
+  """The share of held pages over time, and who runs: as every step has it, for as long as it takes.
+
+  Attributes:
+    peak, peak_running: of all steps.
+    seen, seen_running: of those under way when SAMPLED seconds are over: what a log shows.
+    seconds: of all steps.
+  """
 
   peak: float = 0.0
   peak_running: int = 0
+  seen: float = 0.0
+  seen_running: int = 0
   seconds: float = 0.0
   _sum: float = 0.0
 
   def step(self, usage: float, running: int, seconds: float) -> None:
     self.peak = max(self.peak, usage)
     self.peak_running = max(self.peak_running, running)
+    if (self.seconds + seconds) // SAMPLED > self.seconds // SAMPLED:
+      self.seen = max(self.seen, usage)
+      self.seen_running = max(self.seen_running, running)
     self._sum += usage * seconds
     self.seconds += seconds
 
@@ -92,7 +106,8 @@ class Run:
     steps: how many.
     gaps: seconds between a request's tokens.
     usage: of the pool.
-    decisions: of every step, if they were asked for.
+    decisions, seconds: of every step, if they were asked for; a step in which somebody gave way and
+      nobody else was there takes none.
   """
 
   workload: str
@@ -109,6 +124,7 @@ class Run:
   gaps: array.array = dataclasses.field(default_factory=lambda: array.array("d"))
   usage: Usage = dataclasses.field(default_factory=Usage)
   decisions: list[tuple] = dataclasses.field(default_factory=list)
+  seconds: list[float] = dataclasses.field(default_factory=list)
 
   @property
   def times(self) -> Times:
@@ -151,7 +167,7 @@ def serve(
     concurrency: so many requests are under way at a time, and the next one comes when one is done,
       whatever its arrival; None: they come when they arrive.
     time_scale: arrivals are so many times as far apart.
-    keep_decisions: whether the run lists what every step decided.
+    keep_decisions: whether the run lists what every step decided, and how long it took.
     after_step: called when a step is complete, for tests.
   """
   if concurrency is not None and concurrency < 1:
@@ -166,15 +182,16 @@ def serve(
     for request in step.started:
       if timelines[request].started is None:
         timelines[request].started = run.wall
-    if keep_decisions:
-      run.decisions.append(step.decision())
-    if not step.tokens:  # somebody gave way, and nobody else was there
-      continue
-    try:
-      times = executor.execute(step)
+    try:  # no tokens: somebody gave way, and nobody else was there
+      times = executor.execute(step) if step.tokens else Times()
     except KeyboardInterrupt:
       run.error = f"interrupted in step {run.steps}"
       return run
+    if keep_decisions:
+      run.decisions.append(step.decision())
+      run.seconds.append(times.total)
+    if not step.tokens:
+      continue
     run._count(step, times)
     wrote, done = scheduler.complete(step)
     for request in wrote:

@@ -32,13 +32,16 @@ class Point:
 
   Attributes:
     context, concurrency: tokens of a request, prompt and output, and requests under way.
-    reuse: share of prompts that may be found again, as it came out; 0 for `capacity`.
+    reuse: the share of a prompt that begins a document; 0 for `capacity`.
+    findable: the share of all prompt tokens that a pool without end would find: the first prompt
+      of every document is cold.
     base, other: of FP8 and the other format.
   """
 
   context: int
   concurrency: int
   reuse: float
+  findable: float
   base: Metrics
   other: Metrics
 
@@ -80,7 +83,7 @@ def capacity(
       )
       workload = generate(ROUNDS * concurrency, prompt=context - output, output=output)
       base, one = (measure(server.simulate(workload, f)) for f in (BASELINE, other))
-      yield Point(context, concurrency, 0.0, base, one)
+      yield Point(context, concurrency, 0.0, 0.0, base, one)
 
 
 def reuse(
@@ -107,8 +110,9 @@ def reuse(
       seed=seed,
     )
     base, one = (measure(setup.simulate(workload, f)) for f in (BASELINE, other))
-    found = ideal_hit_share(workload.items)
-    yield Point(prompt + output, setup.concurrency or requests, found, base, one)
+    findable = ideal_hit_share(workload.items)
+    under_way = setup.concurrency or requests
+    yield Point(prompt + output, under_way, share, findable, base, one)
 
 
 def capacity_lines(points: Sequence[Point], other: Format) -> list[str]:
@@ -142,11 +146,21 @@ def _first_out(points: Sequence[Point], other: Format) -> Iterator[str]:
 
 
 def reuse_lines(points: Sequence[Point], other: Format) -> list[str]:
-  columns = ("hits, %", "cold, s", "with a hit, s", "output/s", "preempted", "evicted", "speedup")
+  columns = (
+    "findable, %",
+    "found, %",
+    "cold, s",
+    "with a hit, s",
+    "output/s",
+    "preempted",
+    "evicted",
+    "speedup",
+  )
   rows = {}
   for p in points:
     for name, m in ((BASELINE.name, p.base), (other.name, p.other)):
-      rows[f"{100 * p.reuse:5.1f} % {name}"] = (
+      rows[f"{100 * p.reuse:.0f} % {name}"] = (
+        f"{100 * p.findable:.1f}",
         f"{100 * m.hit_share:.1f}",
         _median(m.cold.time_to_first_token_seconds),
         _median(m.hits.time_to_first_token_seconds),
@@ -156,7 +170,7 @@ def reuse_lines(points: Sequence[Point], other: Format) -> list[str]:
         "" if m is p.base else f"{p.speedup:.2f}",
       )
   return [
-    "Prompt tokens that can be found again, those that were, median times to the first token:",
+    "Prompt tokens that could be found and were, by reuse; median times to the first token:",
     *table("reuse", columns, rows),
   ]
 

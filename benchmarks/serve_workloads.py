@@ -187,7 +187,7 @@ def generate(
   Args:
     requests: how many.
     prompt, output: mean tokens.
-    spread: lengths are uniform over mean * (1 -+ spread), prompt and output apart.
+    spread: lengths are uniform over mean * (1 -+ spread), prompt and output apart, and at least 1.
     reuse: the share of a prompt that is the beginning of a document, in whole blocks of 512.
     documents: how many documents there are; a request draws one.
     interval: mean seconds between arrivals; 0: all arrive at once.
@@ -206,7 +206,10 @@ def generate(
   fresh = documents * longest  # ids below are those of documents
   time, items = 0.0, []
   for _ in range(requests):
-    tokens, written = (round(mean * r.uniform(1 - spread, 1 + spread)) for mean in (prompt, output))
+    tokens, written = (
+      max(round(mean * r.uniform(1 - spread, 1 + spread)), min(mean, 1))
+      for mean in (prompt, output)
+    )
     ids = -(-tokens // HASHED_TOKENS)
     shared = round(reuse * tokens / HASHED_TOKENS)
     begin = int(r.integers(documents)) * longest

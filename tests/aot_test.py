@@ -26,6 +26,9 @@ class CompileTest(TestCase):
     except aot.MissingError as error:
       self.skipTest(str(error))
     self.assertEqual(aot.verdict(case, report), "ok")
+    if case.name.startswith("engine/"):  # each layer's cache is appended to where it lies
+      self.assertIn("input_output_alias=", report.hlo)
+      self.assertNotRegex(report.hlo, r" copy\(| copy-start\(")
     if case.name.endswith(("layers", "steps")):
       return  # scans: that no call in place is torn, the verdict says
     kernel = case.name.partition("/")[0]

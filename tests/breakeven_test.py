@@ -127,13 +127,14 @@ class VerdictTest(TestCase):
     self.assertLen([line for line in lines if line.startswith("Of those whose Q stays bf16")], 1)
 
   def test_the_articles_case(self):
-    """With their kernels FP8 wins; NVFP4's prefill would have to take as long as it, about."""
+    """With their kernels FP8 wins; NVFP4's prefill may take a little longer than its, for what FP8
+    reads again."""
     workload = generate(serve_case.REQUESTS, prompt=serve_case.PROMPT, output=serve_case.OUTPUT)
-    setup = serve_case.setup("seeds")
+    setup = serve_case.THEIRS.setup
     all_, told, flip, *_ = self.lines("nvfp4_dequant", setup=setup, workload=workload)
     self.assertRegex(all_, r"Of all: fp8, 65\.[0-9]+ s; nvfp4_dequant takes 5[0-9]\.. % more")
     self.assertIn("nvfp4_dequant would beat FP8 with", told)
-    self.assertRegex(flip, r"prefill kernels over FP8's 1\.0[0-9] instead of 1\.89")
+    self.assertRegex(flip, r"prefill kernels over FP8's 1\.1[0-9] instead of 1\.89")
 
   def test_nothing_to_compare(self):
     self.assertEqual(self.lines()[0].split(",")[0], "Of all: fp8")

@@ -131,10 +131,10 @@ class PrefillTest(TestCase):
       layer_costs(kind, FORMATS[name], TABLE_HEADS)
       for kind, name in (("alike", "fp8"), ("measured", "fp8"), ("measured", "nvfp4"))
     )
-    for shape in ((16, 16384), (128, 3000)):
+    for shape in ((16, 16384), (128, 3000), (512, 16384)):
       self.assertEqual(alike.prefill(*shape), nvfp4.prefill(*shape))
       self.assertLess(alike.prefill(*shape), fp8.prefill(*shape))
-    self.assertEqual(alike.prefill(129, 3000), fp8.prefill(129, 3000))
+    self.assertEqual(alike.prefill(513, 3000), fp8.prefill(513, 3000))
 
   def test_too_few_shapes(self):
     with self.assertRaisesRegex(ValueError, "H200, prefill by nvfp4_a4q: .*at least 4 shapes, got"):

@@ -7,20 +7,28 @@ import dataclasses
 import itertools
 import os
 import pathlib
+import random
 
 from absl.testing import absltest, parameterized
 
 from benchmarks import serve_case
-from benchmarks.serve_costs import Times
-from benchmarks.serve_formats import FORMATS
+from benchmarks.serve_costs import SeedCosts, StepCosts, Times
+from benchmarks.serve_formats import BASELINE, FORMATS
 from benchmarks.serve_metrics import measure
-from benchmarks.serve_model import Roofline
+from benchmarks.serve_model import Linear
 from benchmarks.serve_pages import PagePool
 from benchmarks.serve_policies import POLICIES, Vllm
-from benchmarks.serve_run import serve
+from benchmarks.serve_run import Run, SimulatedExecutor, serve
 from benchmarks.serve_scheduler import Scheduler
 from benchmarks.serve_setup import Setup
-from benchmarks.serve_workloads import Workload, generate, ideal_hit_share, read
+from benchmarks.serve_workloads import (
+  HASHED_TOKENS,
+  Item,
+  Workload,
+  generate,
+  ideal_hit_share,
+  read,
+)
 from tests.base import TestCase
 
 TRACES = os.environ.get("NVFP4_TRACES")
@@ -89,7 +97,7 @@ class IdealHitsTest(TestCase):
 
 
 class ThirtyRequestsTest(TestCase):
-  """The articles' case; preemptions of FP8 are not judged, as nothing told fixes them."""
+  """The articles' case."""
 
   @classmethod
   def setUpClass(cls):
@@ -100,13 +108,22 @@ class ThirtyRequestsTest(TestCase):
     for pair in self.pairs.values():
       self.assertEqual((pair.nvfp4.num_requests_running, pair.nvfp4.num_preemptions), (30, 0))
       self.assertBetween(pair.fp8.num_requests_running, 24, 27)
-      self.assertBetween(pair.fp8.kv_cache_usage_perc, 0.97, 0.99)
+      self.assertBetween(pair.fp8.kv_cache_usage_perc, 0.97, 1.0)
       self.assertBetween(pair.nvfp4.kv_cache_usage_perc, 0.68, 0.70)
+
+  def test_preemptions(self):
+    """About six where the first chunk of a prompt starts it, none where the whole one does."""
+    whole = self.pairs["the same, whole prompts"].fp8
+    self.assertEqual((whole.num_requests_running, whole.num_preemptions), (24, 0))
+    self.assertBetween(whole.kv_cache_usage_perc, 0.97, 0.98)
+    for name, pair in self.pairs.items():
+      if pair.fp8 is not whole:
+        self.assertBetween(pair.fp8.num_preemptions, 5, 8, name)
 
   def test_with_their_kernels_nvfp4_is_slower(self):
     pair = self.pairs["their kernels"]
     self.assertAlmostEqual(pair.fp8.wall_seconds, 65.4, delta=0.2)  # by construction
-    self.assertAlmostEqual(pair.nvfp4.wall_seconds, 102.3, delta=0.05 * 102.3)
+    self.assertAlmostEqual(pair.nvfp4.wall_seconds, 102.3, delta=0.5)
     a4q = self.pairs["their kernels, A4Q"].nvfp4
     self.assertBetween(a4q.wall_seconds, pair.fp8.wall_seconds, pair.nvfp4.wall_seconds)
 
@@ -115,47 +132,148 @@ class ThirtyRequestsTest(TestCase):
       pair = self.pairs[name]
       self.assertLess(pair.nvfp4.wall_seconds, pair.fp8.wall_seconds)
 
-  def test_lengths_that_differ(self):
-    for seed in range(3):
-      theirs, *_ = serve_case.run(spread=0.3, seed=seed)
-      self.assertEqual((theirs.nvfp4.num_requests_running, theirs.nvfp4.num_preemptions), (30, 0))
-      self.assertBetween(theirs.fp8.num_requests_running, 22, 27)
-      self.assertGreater(theirs.nvfp4.wall_seconds, theirs.fp8.wall_seconds)
+  def test_it_does_not_hang_on_the_last_token(self):
+    """The pool is of the case; lengths are 1 % shorter or as long, outputs up to 4 tokens longer or
+    as many seconds apart as 3 % of the prompts make them."""
+    for prompt, output, spread in ((28_000, 102, 0.0), (28_300, 106, 0.0), (28_300, 102, 0.03)):
+      (pair,) = serve_case.run(
+        [serve_case.THEIRS], prompt=prompt, output=output, spread=spread, seed=1
+      )
+      self.assertEqual(pair.nvfp4.num_preemptions, 0)
+      self.assertBetween(pair.nvfp4.num_requests_running, 28, 30)
+      self.assertBetween(pair.fp8.num_requests_running, 24, 27)
+      self.assertBetween(pair.fp8.num_preemptions, 4, 10)
+      self.assertGreater(pair.nvfp4.wall_seconds, 1.4 * pair.fp8.wall_seconds)
 
   def test_the_table_has_both_side_by_side(self):
     lines = serve_case.lines(list(self.pairs.values()))
-    self.assertLen(lines, 4 + len(serve_case.COLUMNS))
+    self.assertLen(lines, 4 + len(serve_case.SERVERS))
     self.assertLen({len(line) for line in lines[1:]}, 1)
     self.assertIn("65.4 102.3", lines[3])
 
 
-class EqualCostsTest(TestCase):
-  """More pages at equal costs never make a closed set of requests take longer, but for what more
-  tokens take that are computed again (who starts sooner may have to give way), and for one step: it
-  can end up with one more, where a prompt is read sooner and beside fewer who write."""
+class Drawn:
+  """A closed set of requests and a server with too few pages, of a seed: lengths, outputs, budget,
+  pool, pages and concurrency over orders of magnitude."""
 
-  @parameterized.parameters(*itertools.product(POLICIES, (0.0, 0.5, 0.9), (True, False)))
-  def test_nvfp4_is_not_slower(self, policy, reuse, prefix_cache):
+  def __init__(self, seed: int, policy: str, *, prefix_cache: bool, additive: bool):
+    r = random.Random(seed)
+    of = lambda low, high: int(2 ** r.uniform(low, high))
+    self.workload = generate(
+      r.randint(4, 24),
+      prompt=of(6, 13),
+      output=of(3.4, 8),
+      spread=r.choice((0.0, 0.3, 0.9)),
+      reuse=r.choice((0.0, 0.5, 0.9)) if prefix_cache else 0.0,
+      documents=3,
+      seed=seed,
+    )
+    tokens = [item.prompt + item.output for item in self.workload.items]
+    pool = max(r.uniform(0.05, 0.6) * sum(tokens), max(tokens) + HASHED_TOKENS)
+    self.setup = Setup(
+      pool_bytes=int(pool * 65536),
+      costs="equal",
+      policy=POLICIES[policy],
+      prefix_cache=prefix_cache,
+      budget=of(6, 13),
+      most_running=r.choice((3, 8, 256)),
+      concurrency=r.choice((None, 2, 5, 12)),
+      page_size=r.choice((16, 64)),
+    )
+    heads = self.setup.model.heads
+    costs = StepCosts(SeedCosts(BASELINE, heads), heads.layers, Linear(2e-5, 5e-4))
+    self.executor = SimulatedExecutor(costs if additive else self.setup.step_costs(BASELINE))
+
+  def runs(self) -> list[Run]:
+    """In FP8's pages and in NVFP4's, of the same bytes."""
+    return [
+      serve(
+        self.workload,
+        self.setup.scheduler(FORMATS[name]),
+        self.executor,
+        concurrency=self.setup.concurrency,
+      )
+      for name in ("fp8", "nvfp4")
+    ]
+
+
+class EqualCostsTest(TestCase):
+  """More pages at equal costs do not make a closed set of requests take longer.
+
+  Where pages are promised (no_evict) that can be proven, for costs that are sums over steps, tokens
+  and pairs of a query and a key, and without a prefix cache: step by step, no request is behind
+  where it is with fewer pages. By induction: who came first is served first, so that only those
+  before a request matter to it; they are no further behind, take no more of the budget and hold no
+  more promises. The sums are equal then, but for the number of steps, which is not larger.
+
+  Where prompts start on the chance that there will be pages (vllm, retraction), more pages can let
+  one start that gives way later and is read again: 4 of 2,000 draws were slower, by up to 31 %.
+  That is what a promise is for; the rules are vLLM's and SGLang's, and stay as they are."""
+
+  @parameterized.parameters(False, True)
+  def test_promised_pages_are_never_slower(self, prefix_cache):
     faster = 0
-    for seed, (spread, prompt) in enumerate(itertools.product((0.0, 0.5), (2000, 9000))):
-      workload = generate(
-        40, prompt=prompt, output=200, spread=spread, reuse=reuse, documents=6, seed=seed
+    for seed in range(100):
+      drawn = Drawn(seed, "no_evict", prefix_cache=prefix_cache, additive=True)
+      fp8, nvfp4 = drawn.runs()
+      self.assertLessEqual(nvfp4.wall, fp8.wall * (1 + 1e-12), seed)
+      self.assertLessEqual(nvfp4.steps, fp8.steps, seed)
+      self.assertEqual((fp8.scheduler.preemptions, nvfp4.scheduler.preemptions), (0, 0))
+      faster += nvfp4.wall < 0.99 * fp8.wall
+    self.assertGreater(faster, 20)
+
+  def test_request_by_request(self):
+    """The induction's claim itself: nobody's first token, or last, comes in a later step."""
+    for seed in range(25):
+      drawn = Drawn(seed, "no_evict", prefix_cache=False, additive=True)
+      drawn.executor = OneSecond()
+      fp8, nvfp4 = drawn.runs()
+      for one, other in zip(fp8.timelines, nvfp4.timelines, strict=True):
+        self.assertLessEqual(other.first, one.first)
+        self.assertLessEqual(other.finished, one.finished)
+
+  @parameterized.parameters(*itertools.product(("vllm", "retraction"), (False, True)))
+  def test_others_are_slower_only_where_they_compute_more(self, policy, prefix_cache):
+    slower = 0
+    for seed in range(60):
+      drawn = Drawn(seed, policy, prefix_cache=prefix_cache, additive=True)
+      fp8, nvfp4 = drawn.runs()
+      if nvfp4.wall > fp8.wall * (1 + 1e-12):
+        slower += 1
+        self.assertGreater(nvfp4.scheduler.recomputed, fp8.scheduler.recomputed, seed)
+        self.assertLessEqual(nvfp4.steps, fp8.steps)
+    self.assertLessEqual(slower, 2)
+
+  def test_it_can_happen(self):
+    """Two requests of 560 pages that write 10 more: FP8 has pages for one, NVFP4 for one and both
+    prompts, so that the second starts, gives way after some 60 tokens and is read again."""
+    workload = Workload("", (Item(0.0, 8960, 160), Item(0.0, 8960, 160)))
+    waste = {}
+    for policy in ("vllm", "no_evict"):
+      drawn = Drawn(0, policy, prefix_cache=False, additive=True)
+      drawn.workload = workload
+      drawn.setup = Setup(
+        pool_bytes=635 * 16 * 65536, page_size=16, policy=POLICIES[policy], prefix_cache=False
       )
-      tokens = sum(item.prompt + item.output for item in workload.items)
-      setup = Setup(
-        pool_bytes=int(0.35 * tokens * 65536),
-        costs="equal",
-        policy=POLICIES[policy],
-        prefix_cache=prefix_cache,
-      )
-      fp8, nvfp4 = (setup.simulate(workload, FORMATS[name]) for name in ("fp8", "nvfp4"))
-      more = nvfp4.prefill_tokens - fp8.prefill_tokens
-      a_step = Roofline(setup.model).seconds(0, 1, 1)
-      allowed = a_step + max(more, 0) * nvfp4.reading.total / nvfp4.prefill_tokens
-      self.assertLessEqual(nvfp4.wall, fp8.wall + allowed)
-      faster += nvfp4.wall < fp8.wall
-    if reuse < 0.9 or not prefix_cache:  # else all of it fits into FP8's pages too
-      self.assertGreaterEqual(faster, 3)
+      fp8, nvfp4 = drawn.runs()
+      waste[policy] = nvfp4.wall / fp8.wall - 1
+      self.assertEqual(fp8.scheduler.preemptions, 0)
+      self.assertEqual(nvfp4.scheduler.recomputed > 8960, policy == "vllm")
+    self.assertBetween(waste["vllm"], 0.01, 0.5)
+    self.assertEqual(waste["no_evict"], 0.0)
+
+  def test_measured_costs(self):
+    """They are no sums: a step takes as long as the weights or as the products, and a prompt read
+    sooner, beside fewer who write, costs a little more. Of 1,000 draws 6 were slower, by up to
+    .65 % (323 is one), and not by a step more."""
+    slower = []
+    for seed in (*range(40), 323):
+      fp8, nvfp4 = Drawn(seed, "no_evict", prefix_cache=True, additive=False).runs()
+      self.assertLessEqual(nvfp4.wall, 1.01 * fp8.wall, seed)
+      self.assertLessEqual(nvfp4.steps, fp8.steps, seed)
+      if nvfp4.wall > fp8.wall * (1 + 1e-12):
+        slower.append(seed)
+    self.assertLessEqual(len(slower), 1)
 
   def test_a_pool_that_holds_all_makes_formats_equal(self):
     workload = generate(20, prompt=3000, output=100, spread=0.5, reuse=0.5)

@@ -120,13 +120,13 @@ class StepTest(TestCase):
     self.assertEqual((two.generated, one.preemptions, two.preemptions), (3, 0, 1))
 
   def test_nobody_starts_where_somebody_gave_way(self):
-    s = scheduler(4, prefix_cache=False)
-    added(s, (16, 20), (32, 9), (1, 1))
-    s.most_running = 2
-    self.assertEqual(run_step(s)[1], ((0, 0, 16), (1, 0, 32)))
-    s.most_running = 3
+    """The second gives way to nobody but itself, and its first chunk would fit again at once."""
+    s = scheduler(6, policy=Vllm(reserve_prompt=False), prefix_cache=False, budget=40)
+    added(s, (16, 20), (80, 9))
+    self.assertEqual(run_step(s)[1], ((0, 0, 16), (1, 0, 24)))
+    self.assertEqual(run_step(s), ((0,), ((1, 24, 39),), ()))
     self.assertEqual(run_step(s), ((0,), (), (1,)))
-    self.assertEqual([r.index for r in s.waiting], [1, 2])
+    self.assertEqual(run_step(s), ((0,), ((1, 0, 39),), ()))
 
   def test_who_gave_way_finds_its_pages_again(self):
     s = scheduler(4)
@@ -230,6 +230,15 @@ class PolicyTest(TestCase):
       decision = run_step(s)
     self.assertEqual(decision[2], (1,))
     self.assertGreater(policy.share, 0)
+
+  def test_what_is_not_computed_after_all_is_not_found(self):
+    """The first would fill its second page in the step in which the second one needs it."""
+    s = scheduler(3)
+    one, _ = added(s, (31, 9), (16, 9))
+    self.assertEqual(run_step(s)[1], ((0, 0, 31), (1, 0, 16)))
+    s.policy = Retraction(steps=1)
+    self.assertEqual(run_step(s), ((1,), (), (0,)))
+    self.assertLen(s.pool.find(s._keys(one, 2)), 1)
 
   def test_the_share_falls(self):
     policy = Retraction()

@@ -60,14 +60,14 @@ class ReuseTest(TestCase):
     cls.points = list(serve_sweeps.reuse(SETUP, NVFP4, reuses=serve_sweeps.REUSES, **sizes))
 
   def test_from_0_to_95_percent(self):
-    shares = [p.reuse for p in self.points]
-    self.assertEqual(shares, sorted(shares))
-    self.assertEqual(shares[0], 0.0)
+    self.assertEqual([p.reuse for p in self.points], [0.0, 0.25, 0.5, 0.75, 0.9, 0.95])
+    shares = [p.findable for p in self.points]
+    self.assertEqual((shares, shares[0]), (sorted(shares), 0.0))
     # Six of sixty are the first of their document; a prompt has eight blocks.
     self.assertAlmostEqual(shares[-1], 0.9, delta=0.01)
     for p in self.points:
       self.assertLessEqual(p.base.hit_share, p.other.hit_share + 1e-9)
-      self.assertLessEqual(p.other.hit_share, p.reuse + 1e-9)
+      self.assertLessEqual(p.other.hit_share, p.findable + 1e-9)
 
   def test_lines(self):
     lines = serve_sweeps.reuse_lines(self.points, NVFP4)

@@ -14,6 +14,7 @@ from benchmarks.serve_costs import Times
 from benchmarks.serve_formats import FORMATS
 from benchmarks.serve_metrics import Percentiles, Slo, measure
 from benchmarks.serve_pages import PagePool
+from benchmarks.serve_run import Usage
 from benchmarks.serve_run import serve as run_serve
 from benchmarks.serve_scheduler import Scheduler
 from benchmarks.serve_setup import GIB, Setup
@@ -68,6 +69,19 @@ class RunTest(TestCase):
     run = run_serve(Workload("", (Item(0.0, 16, 2),)), scheduler(4), Seconds())
     self.assertEqual(run.usage.peak, 0.5)
     self.assertAlmostEqual(run.usage.mean, (0.25 * 16 + 0.5 * 2) / 18)
+
+  def test_what_a_log_shows(self):
+    """The step that is under way when ten seconds are over, whatever was in between."""
+    usage = Usage()
+    usage.step(0.5, 5, 9.0)
+    usage.step(0.9, 9, 0.5)
+    self.assertEqual((usage.seen, usage.seen_running), (0.0, 0))
+    usage.step(0.3, 3, 1.0)
+    usage.step(0.8, 8, 2.0)
+    self.assertEqual((usage.seen, usage.seen_running), (0.3, 3))
+    usage.step(0.2, 9, 20.0)
+    self.assertEqual((usage.seen, usage.seen_running), (0.3, 9))
+    self.assertEqual((usage.peak, usage.peak_running), (0.9, 9))
 
   def test_too_large_is_rejected_and_others_go_on(self):
     items = (Item(0.0, 4, 1), Item(0.0, 1000, 1), Item(1.0, 1601, 1), Item(2.0, 4, 1))
@@ -190,6 +204,17 @@ class CommandTest(TestCase):
     self.assertEqual((fp8["format"], nvfp4["format"]), ("fp8", "nvfp4"))
     self.assertEqual((fp8["bytes_per_token"], nvfp4["bytes_per_token"]), (65536, 36864))
     self.assertEqual(fp8["request_success"], 6)
+
+  def test_kept_requests_are_a_trace(self):
+    """Served again from the file, they take as long."""
+    path, walls = self.folder / "kept.jsonl", []
+    small = ("--requests", "5", "--prompt", "900", "--output", "5", "--interval", "0.125")
+    for argv in ((*small, "--keep", str(path)), ("--trace", str(path))):
+      rows = self.folder / "rows.jsonl"
+      code, _, err = self.run_serve(*argv, "--formats", "nvfp4", "--out", str(rows))
+      self.assertEqual((code, err), (0, ""))
+      walls.append(json.loads(rows.read_text())["wall_seconds"])
+    self.assertEqual(walls[0], walls[1])
 
   def test_a_trace_that_breaks_off_is_served_up_to_there(self):
     trace = self.folder / "a.jsonl"

@@ -48,6 +48,11 @@ class TraceTest(FilesTestCase):
     # What comes after them is not looked at.
     self.assertIsNone(read(self.file(GOOD * 3 + "nonsense"), limit=3).error)
 
+  def test_generated_lengths_are_at_least_a_token(self):
+    items = generate(50, prompt=2, output=1, spread=0.95).items
+    self.assertEqual(min(item.prompt for item in items), 1)
+    self.assertEqual({item.output for item in items}, {1, 2})
+
   def test_what_is_written_is_read(self):
     items = generate(20, prompt=3000, output=9, spread=0.5, reuse=0.4, documents=3, interval=0.25)
     path = self.folder / "b.jsonl"
