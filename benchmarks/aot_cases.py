@@ -227,6 +227,27 @@ def append_recent(**options):
   return function, (cache, x, x, queries(cache, 64, 1, 4, max_pages=128)[2])
 
 
+def layer(rows, chunks, places, **options):
+  """A step of the attention layer, of chunks and decodes; its cache is donated."""
+  import nvfp4_pallas as nv
+
+  cache = abstract_cache(**options)
+  q, _, chunks_batch = queries(cache, chunks, rows // chunks, 4, max_pages=128)
+  decodes = queries(cache, places, 1, 4, max_pages=128)[2]
+  if cache.recent is not None:
+    chunks_batch, decodes = (
+      dataclasses.replace(batch, ring_ids=S(batch.kv_lens.shape, jnp.int32))
+      for batch in (chunks_batch, decodes)
+    )
+  x = lambda heads: S((rows + places, heads, HEAD_DIM), jnp.bfloat16)
+
+  def function(cache, q, k, v, chunks, decodes):
+    with use_target(Target("sm_90")):
+      return nv.attend(cache, q, k, v, chunks=chunks, decodes=decodes)
+
+  return function, (cache, x(q.shape[1]), x(HEADS), x(HEADS), chunks_batch, decodes)
+
+
 def append_to_layers(layers=4, carried=False, **options):
   """The operation inside a scan over layers, which slices caches or carries them."""
   import nvfp4_pallas as nv
@@ -338,6 +359,8 @@ CASES = (
   Case("append/recent", append_recent, 56, donate=(0,)),
   Case("append/layers", append_to_layers, 48, donate=(0,)),
   Case("append/carried_layers", lambda: append_to_layers(carried=True), 48, donate=(0,)),
+  Case("layer/mixed", lambda: layer(512, 4, 60), 168, donate=(0,)),
+  Case("layer/recent_mixed", lambda: layer(512, 4, 60, **RECENT), 168, donate=(0,)),
   Case("append/recent_layers", lambda: append_to_layers(**RECENT), 56, donate=(0,)),
   Case(
     "append/recent_four_over_six", lambda: append_recent(scale_search="four_over_six"), 96, (0,)
