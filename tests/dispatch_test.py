@@ -185,7 +185,7 @@ class AttentionArgumentsTest(TestCase):
 
 
 # Modules of the package that are made of its operations.
-ABOVE_OPS = ("layer.py",)
+ABOVE_OPS = ("layer.py", "mesh.py")
 
 
 class ImportDirectionTest(TestCase):
