@@ -75,7 +75,7 @@ GPUS = {
 }
 
 
-def abstract_devices(arch: str, plugin: str, count: int = 1) -> list[jax.Device]:
+def abstract_devices(arch: str, plugin: str, count: int = 1) -> list:
   """Devices of `arch`, of one host, for which programs compile and cannot run."""
   config = GPUS[arch].config(arch)
   options = {"platform": "cuda", "topology": f"1x1x{count}", "target_config": config}

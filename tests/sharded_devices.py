@@ -1,7 +1,9 @@
 """Tests of caches over eight devices; sharding_test.py runs them in a process that has so many."""
 
+import contextlib
 import dataclasses
 import functools
+import io
 import re
 
 import jax
@@ -12,7 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nvfp4_pallas as nv
+from benchmarks import scale
 from nvfp4_pallas import sharding
+from nvfp4_pallas.policy import Geometry
 from tests.base import TestCase
 
 DEVICES = 8
@@ -338,6 +342,29 @@ class NamedShardingTest(TestCase):
     self.assertEqual(got[0].k.data.sharding.spec, P(None, "shards"))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
       np.testing.assert_array_equal(bits(a), bits(b))
+
+
+class ScaleTest(TestCase):
+  """The scaling benchmark on devices that gain nothing by it: its results and its line."""
+
+  def test_small_shapes(self):
+    for axis, sequences in (("heads", 3), ("pages", 1)):
+      small = scale.Case(axis, sequences, 5 * PAGE, 1.5, Geometry(4, 2, DIM), PAGE)
+      scaled = scale.measure(small, jax.devices()[:2], few=0, many=1)
+      self.assertTrue(scaled.same, scaled)
+      self.assertRegex(scaled.line(), rf"by {axis}: 1 GPU .* times as fast \(target 1.5, .*GPU's$")
+
+  def test_wrong_results_are_named(self):
+    scaled = scale.Scaled(scale.CASES[0], 2, us_one=200.0, us_all=100.0, error=1e-6)
+    self.assertFalse(scaled.same)
+    line = "decode 64/1/8K by heads: 1 GPU 200.0 us, 2 GPUs 100.0 us, 2.00 times as fast (target "
+    self.assertEqual(scaled.line(), line + "1.8, met); WRONG RESULTS, off by 1.0e-06")
+
+  def test_without_gpus(self):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+      self.assertEqual(scale.main([]), 1)
+    self.assertIn("this needs 2 GPUs of one host", said.getvalue())
 
 
 if __name__ == "__main__":
