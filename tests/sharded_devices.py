@@ -9,12 +9,12 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nvfp4_pallas as nv
-from benchmarks import scale
+from benchmarks import plan, scale
 from nvfp4_pallas import sharding
 from nvfp4_pallas.policy import Geometry
 from tests.base import TestCase
@@ -291,6 +291,40 @@ class MeshOpsTest(TestCase):
       self.assertNotRegex(program.as_text(), COLLECTIVES)
       for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(bits(a), bits(b))
+
+  @parameterized.parameters({"pages": "context"}, {"recent_window": 20, "num_rings": 4})
+  def test_a_device_has_the_bytes_that_were_planned(self, pages=None, **rings):
+    """As `python -m benchmarks plan` counts them: of pages, scales, rings and their starts."""
+    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 2, 2), ("data", "tensor", "context"))
+    ops = nv.MeshOps(mesh, heads="tensor", sequences="data", pages=pages)
+    planned = plan.Model(
+      layers=1,
+      kv_heads=HEADS,
+      head_dim=DIM,
+      v_head_dim=128,
+      page_size=PAGE,
+      tensor=2,
+      data=2,
+      context=ops.size(pages),
+      recent_window=rings.get("recent_window", 0),
+    )
+    for formats in (("nvfp4", "nvfp4"), ("fp8", "nvfp4"), ("fp8", "fp8")):
+      cache = nv.PagedKVCache.create(
+        num_pages=2 * 8 * ops.size(pages),
+        page_size=PAGE,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        v_head_dim=128,
+        k_format=formats[0],
+        v_format=formats[1],
+        **rings,
+      )
+      leaves = jax.tree.leaves(ops.place(cache))
+      found = sum(a.addressable_shards[5].data.nbytes for a in leaves)
+      # 98 tokens with a window of 20: two sequences of a device have 4 pages and a ring each.
+      fits = plan.plan(planned, found, 98, *formats)
+      self.assertEqual((fits.pages, fits.cache_bytes), (8, found))
+      self.assertLess(plan.plan(planned, found - 1, 98, *formats).cache_bytes, found)
 
   def test_arguments(self):
     mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("tensor", "context"))

@@ -12,7 +12,7 @@ from tests.sharded_devices import DEVICES
 
 class ShardingTest(TestCase):
   @parameterized.parameters(
-    (("ShardedTest", "NamedShardingTest"), 7), (("MeshOpsTest", "ScaleTest"), 6)
+    (("ShardedTest", "NamedShardingTest"), 7), (("MeshOpsTest", "ScaleTest"), 8)
   )
   def test_on_eight_devices(self, classes, tests):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
