@@ -10,7 +10,10 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 import nvfp4_pallas as nv
+from benchmarks import llama, quality_serving
+from benchmarks.quality_configs import BY_NAME
 from nvfp4_pallas import layer
+from tests import quality_model_test
 from tests.base import TestCase
 
 HIDDEN, HEADS, Q_HEADS, DIM, PAGE = 96, 2, 6, 64, 16
@@ -257,6 +260,37 @@ class PartsTest(TestCase):
       jax.eval_shape(run, new_cache(), *rows)
     self.assertEqual(prefill.call_args.kwargs["read_path"], "nvfp4_a8q")
     self.assertEqual(decode.call_args.kwargs["read_path"], expected)
+
+
+class LlamaOfBenchmarksTest(TestCase):
+  """`attend` as the attention of benchmarks/llama.py, in a scan over layers."""
+
+  def test_gives_what_quality_measures(self):
+    """A chunk that is read wide and a decoding step, against quality's server."""
+    model, tokens = quality_model_test.small_model(), np.arange(2 * 9).reshape(2, 9) % 7
+    server = quality_serving.Server(model, BY_NAME["fp8"], 2, 32, "xla")
+    caches = jax.tree.map(jnp.copy, server.cache)  # the server donates its own
+    table, rope = server.page_table, server.rope
+
+    @functools.partial(jax.jit, static_argnames="newest")
+    def step(caches, tokens, batch, positions, newest):
+      def attention(cache, q, k, v):
+        rows = (x.astype(jnp.bfloat16) for x in (q, k, v))
+        parts = {"decodes": batch} if tokens.shape[1] == 1 else {"chunks": batch, "newest": newest}
+        return nv.attend(cache, *rows, **parts)[::-1]
+
+      flat = tokens.reshape(-1)
+      return llama.forward(model, flat, positions, rope, caches, attention)
+
+    for begin, end, newest in ((0, 8, "wide"), (8, 9, "stored")):
+      want = server.advance(tokens[:, begin:end], newest)
+      count = end - begin
+      batch = ragged(table, [end, end], [count, count])
+      positions = layer.row_positions(2 * count, chunks=batch)
+      hidden, caches = step(caches, tokens[:, begin:end], batch, positions, newest)
+      np.testing.assert_array_equal(hidden.reshape(want.shape), want)
+    for a, b in zip(bits(caches), bits(server.cache), strict=True):
+      np.testing.assert_array_equal(a, b)
 
 
 class DonationTest(TestCase):
