@@ -47,6 +47,9 @@ States = tuple[jax.Array, jax.Array]
 class MeshOps:
   """How a cache is divided over a mesh, and the operations on it.
 
+  Arguments that lie elsewhere than `rows`, cache_specs and batch_specs say are moved, on axes of
+  the type Auto; on Explicit ones, jax.make_mesh's default, JAX refuses them.
+
   Attributes:
     mesh: the devices; it may have other axes, over which everything is copied.
     heads, sequences, pages: names of its axes; None: not divided so.
@@ -125,6 +128,11 @@ class MeshOps:
       page_table=PartitionSpec(self.sequences, self.pages),
     )
 
+  @property
+  def rows(self) -> PartitionSpec:
+    """Of q, k and v, and of out and lse."""
+    return PartitionSpec(self.sequences, self.heads)
+
   def append(
     self, cache: PagedKVCache, k: jax.Array, v: jax.Array, batch: RaggedBatch, **options: Any
   ) -> PagedKVCache:
@@ -145,7 +153,7 @@ class MeshOps:
       return append(cache, k, v, slot_mapping=slots, **options)
 
     specs = self.cache_specs(cache)
-    rows = self._rows
+    rows = self.rows
     return self._map(on_device, (specs, rows, rows, self.batch_specs(batch)), specs)(
       cache, k, v, batch
     )
@@ -222,7 +230,7 @@ class MeshOps:
     return self._attend(on_device, q, cache, batch, sinks, *(new_kv or ()))
 
   def _attend(self, on_device, q, cache, batch, sinks, *new_kv) -> States:
-    rows, heads = self._rows, PartitionSpec(self.heads)
+    rows, heads = self.rows, PartitionSpec(self.heads)
     specs = (rows, self.cache_specs(cache), self.batch_specs(batch))
     specs += (None if sinks is None else heads, *(rows for _ in new_kv))
     return self._map(on_device, specs, (rows, rows))(q, cache, batch, sinks, *new_kv)
@@ -232,10 +240,6 @@ class MeshOps:
     return jax.shard_map(
       on_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
-
-  @property
-  def _rows(self) -> PartitionSpec:
-    return PartitionSpec(self.sequences, self.heads)
 
   def _check_window(self, window: int | None) -> None:
     if window is not None and self.pages is not None:
