@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from nvfp4_pallas.dispatch import Target, use_target
 
@@ -33,16 +34,18 @@ class Case:
       loop; 0 where it is not counted.
     max_loop: bounds for the loop's instructions and those of the integer pipe, a value.
     arch: of the GPU.
+    devices: of several, `build` is given these, and its arguments have their shardings.
   """
 
   name: str
-  build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
+  build: Callable[..., tuple[Callable[..., Any], tuple[Any, ...]]]
   max_registers: int
   donate: tuple[int, ...] = ()
   max_instructions: int = 0
   loop_values: int = 0
   max_loop: tuple[float, float] = (math.inf, math.inf)
   arch: str = "sm_90"
+  devices: int = 1
 
 
 HEADS, HEAD_DIM, PAGE_SIZE, NUM_PAGES = 8, 128, 64, 512
@@ -227,6 +230,48 @@ def append_recent(**options):
   return function, (cache, x, x, queries(cache, 64, 1, 4, max_pages=128)[2])
 
 
+def layer(rows, chunks, places, **options):
+  """A step of the attention layer, of chunks and decodes; its cache is donated."""
+  import nvfp4_pallas as nv
+
+  cache = abstract_cache(**options)
+  q, _, chunks_batch = queries(cache, chunks, rows // chunks, 4, max_pages=128)
+  decodes = queries(cache, places, 1, 4, max_pages=128)[2]
+  if cache.recent is not None:
+    chunks_batch, decodes = (
+      dataclasses.replace(batch, ring_ids=S(batch.kv_lens.shape, jnp.int32))
+      for batch in (chunks_batch, decodes)
+    )
+  x = lambda heads: S((rows + places, heads, HEAD_DIM), jnp.bfloat16)
+
+  def function(cache, q, k, v, chunks, decodes):
+    with use_target(Target("sm_90")):
+      return nv.attend(cache, q, k, v, chunks=chunks, decodes=decodes)
+
+  return function, (cache, x(q.shape[1]), x(HEADS), x(HEADS), chunks_batch, decodes)
+
+
+def on_mesh(devices, axis, batch=64):
+  """A decoding step over two devices, by heads or by pages; its cache is donated."""
+  import nvfp4_pallas as nv
+
+  mesh = jax.sharding.Mesh(np.asarray(devices), ("devices",))
+  ops = nv.MeshOps(mesh, **{axis: "devices"})
+  cache = abstract_cache(num_pages=2 * NUM_PAGES)
+  q, _, decodes = queries(cache, batch, 1, 4, max_pages=128)
+  rows, batches = jax.sharding.PartitionSpec(None, ops.heads), ops.batch_specs(decodes)
+  x = S((batch, HEADS, HEAD_DIM), jnp.bfloat16)
+
+  def function(cache, q, k, v, batch):
+    with use_target(Target("sm_90")):
+      cache = ops.append(cache, k, v, batch)
+      return cache, ops.decode(q, cache, batch, read_path="nvfp4_dequant")
+
+  place = lambda a, spec: S(a.shape, a.dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+  specs = ops.cache_specs(cache), rows, rows, rows, batches
+  return function, jax.tree.map(place, (cache, q, x, x, decodes), specs)
+
+
 def append_to_layers(layers=4, carried=False, **options):
   """The operation inside a scan over layers, which slices caches or carries them."""
   import nvfp4_pallas as nv
@@ -369,6 +414,10 @@ CASES = (
   Case("append/recent", append_recent, 56, donate=(0,)),
   Case("append/layers", append_to_layers, 48, donate=(0,)),
   Case("append/carried_layers", lambda: append_to_layers(carried=True), 48, donate=(0,)),
+  Case("layer/mixed", lambda: layer(512, 4, 60), 168, donate=(0,)),
+  Case("layer/recent_mixed", lambda: layer(512, 4, 60, **RECENT), 168, donate=(0,)),
+  Case("mesh/heads", lambda devices: on_mesh(devices, "heads"), 168, donate=(0,), devices=2),
+  Case("mesh/pages", lambda devices: on_mesh(devices, "pages"), 168, donate=(0,), devices=2),
   Case("append/recent_layers", lambda: append_to_layers(**RECENT), 56, donate=(0,)),
   Case(
     "append/recent_four_over_six", lambda: append_recent(scale_search="four_over_six"), 96, (0,)

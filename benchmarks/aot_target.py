@@ -75,25 +75,37 @@ GPUS = {
 }
 
 
-def abstract_sharding(arch: str, plugin: str) -> jax.sharding.SingleDeviceSharding:
-  """The placement on a device of `arch` that compiles and cannot run."""
-  options = {"platform": "cuda", "topology": "1x1x1", "target_config": GPUS[arch].config(arch)}
+def abstract_devices(arch: str, plugin: str, count: int = 1) -> list:
+  """Devices of `arch`, of one host, for which programs compile and cannot run."""
+  config = GPUS[arch].config(arch)
+  options = {"platform": "cuda", "topology": f"1x1x{count}", "target_config": config}
   try:
     topology = topologies.get_topology_desc(**options)
   except NotImplementedError:  # no installed plugin has registered itself
     xla_bridge.register_plugin("cuda", priority=-100, library_path=plugin)
     topology = topologies.get_topology_desc(**options)
-  return jax.sharding.SingleDeviceSharding(topology.devices[0])
+  return list(topology.devices)
+
+
+def abstract_sharding(arch: str, plugin: str) -> jax.sharding.SingleDeviceSharding:
+  """The placement on such a device."""
+  return jax.sharding.SingleDeviceSharding(abstract_devices(arch, plugin)[0])
+
+
+def build(case: aot_cases.Case, arch: str, plugin: str):
+  """The case's function, and its arguments with their shardings."""
+  if case.devices > 1:
+    return case.build(abstract_devices(arch, plugin, case.devices))
+  function, arguments = case.build()
+  sharding = abstract_sharding(arch, plugin)
+  place = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+  return function, jax.tree.map(place, arguments)
 
 
 def main(argv: list[str]) -> None:
   name, arch, plugin, out = argv
   case = next(case for case in aot_cases.CASES if case.name == name)
-  function, arguments = case.build()
-  sharding = abstract_sharding(arch, plugin)
-  arguments = jax.tree.map(
-    lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), arguments
-  )
+  function, arguments = build(case, arch, plugin)
   start = time.perf_counter()
   traced = jax.jit(function, donate_argnums=case.donate).trace(*arguments)
   compiled = traced.lower(lowering_platforms=("cuda",)).compile()

@@ -16,6 +16,7 @@ python3 -m benchmarks plan       how many pages, tokens and sequences fit on a d
 python3 -m benchmarks quality    what each cache format costs in accuracy, and gates on it
 python3 -m benchmarks serve      what a cache format does to a server: simulated, or live
 python3 -m benchmarks breakeven  whether a smaller cache repays its kernels, for given requests
+python3 -m benchmarks scale      what two GPUs of a host make of a decoding step
 python3 -m benchmarks rates      cycles of the instructions that kernels are made of, on a GPU
 """
 
@@ -113,6 +114,12 @@ def _breakeven(argv):
   return breakeven.main(argv)
 
 
+def _scale(argv):
+  from benchmarks import scale
+
+  return scale.main(argv)
+
+
 def _costs(argv):
   from benchmarks import costs
 
@@ -135,6 +142,7 @@ _COMMANDS = {
   "serve": _serve,
   "breakeven": _breakeven,
   "rates": _rates,
+  "scale": _scale,
 }
 
 if __name__ == "__main__":

@@ -45,6 +45,11 @@ class Model:
   recent_window: int = 0
 
   def __post_init__(self):
+    for name in ("layers", "kv_heads", "tensor", "context", "data"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+    if self.recent_window < 0:
+      raise ValueError(f"recent_window must not be negative, got {self.recent_window}")
     if self.recent_window and self.context > 1:
       raise ValueError(f"context must be 1 with a recent window, got {self.context}")
     if self.kv_heads % self.tensor:
@@ -100,6 +105,8 @@ def plan(model: Model, budget: int, kv_len: int, k_format: str, v_format: str) -
   Args:
     kv_len: tokens of a sequence. On each device of the context axis it takes whole pages.
   """
+  if kv_len < 1:
+    raise ValueError(f"kv_len must be at least 1, got {kv_len}")
   one, two = (cache_bytes(model, n, k_format, v_format) for n in (1, 2))
   a_page, base = two - one, 2 * one - two
   wide = (k_format, v_format) == ("bf16", "bf16")
@@ -111,10 +118,14 @@ def plan(model: Model, budget: int, kv_len: int, k_format: str, v_format: str) -
   in_pages = -(-kv_len // (model.page_size * model.context))
   if window:
     in_pages = max(kv_len - window, 0) // model.page_size
-  room = max(0, budget - base)
-  sequences = room // (in_pages * a_page + a_ring) if window else room // a_page // in_pages
-  pages = (room - sequences * a_ring) // a_page
-  used = base + pages * a_page + sequences * a_ring if pages else 0
+  # A cache has a page at least, and with a window a ring, whether a sequence needs it or not.
+  room = budget - base - (a_page if in_pages == 0 else 0)
+  sequences = max(room, 0) // (in_pages * a_page + a_ring)
+  rings = max(sequences, 1) if window else 0
+  pages = max(budget - base - rings * a_ring, 0) // a_page
+  if not pages:
+    sequences = rings = 0
+  used = base + pages * a_page + rings * a_ring if pages else 0
   return Plan(
     k_format,
     v_format,

@@ -8,6 +8,10 @@ from nvfp4_pallas.cache import RecentWindow as RecentWindow
 from nvfp4_pallas.cache import copy_pages as copy_pages
 from nvfp4_pallas.debug import debug_checks as debug_checks
 from nvfp4_pallas.format import NvFp4Array as NvFp4Array
+from nvfp4_pallas.layer import LlamaAttention as LlamaAttention
+from nvfp4_pallas.layer import attend as attend
+from nvfp4_pallas.layer import rope_table as rope_table
+from nvfp4_pallas.mesh import MeshOps as MeshOps
 from nvfp4_pallas.ops.append import append as append
 from nvfp4_pallas.ops.auto import resolve_read_path as resolve_read_path
 from nvfp4_pallas.ops.decode import decode as decode

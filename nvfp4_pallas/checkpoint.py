@@ -1,4 +1,4 @@
-"""Caches in files, and pages on the host: bit for bit, refused by name where something differs.
+"""Caches in files, pages and rings on the host: bit for bit, refused by name where they differ.
 
 A file is a safetensors file (https://github.com/huggingface/safetensors, format.md): eight bytes of
 the header's length, the header in JSON, the arrays' bytes one after the other. Its `__metadata__`
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import struct
@@ -26,6 +27,7 @@ from nvfp4_pallas.cache import (
   KV_FORMATS,
   LAYOUT,
   LAYOUT_VERSION,
+  MAX_RECENT_WINDOW,
   PagedKVCache,
   PagePool,
   RecentWindow,
@@ -89,11 +91,15 @@ def restore(path: str | os.PathLike) -> PagedKVCache:
   """The cache that was saved, bit for bit.
 
   Raises:
-    CheckpointError: another library's, layout's or version's file, or a truncated one.
+    CheckpointError: another library's, layout's or version's file, or a truncated or damaged one.
+      (Bytes of the arrays themselves have no checksum.)
   """
   raw = pathlib.Path(path).read_bytes()
   header, body = _split(raw)
   about = header.pop("__metadata__", {})
+  if not isinstance(about, dict) or any(not isinstance(value, str) for value in about.values()):
+    raise CheckpointError(f"the file's __metadata__ must be a table of texts, got {about!r}"[:300])
+  end = _check_entries(header)
   for key, expected in (
     ("library", LIBRARY),
     ("layout", LAYOUT),
@@ -112,6 +118,8 @@ def restore(path: str | os.PathLike) -> PagedKVCache:
   recent = _restored_rings(about, header, body)
   if header:
     raise CheckpointError(f"the file has arrays that no cache has: {sorted(header)}")
+  if end != len(body):
+    raise CheckpointError(f"the file must have {end} bytes of arrays, it has {len(body)}")
   cache = PagedKVCache(**pools, recent=recent)
   try:
     check_cache(cache)
@@ -133,7 +141,7 @@ def _restored_rings(about: dict[str, str], header: dict, body: memoryview) -> Re
     return None
   arrays: Any = {leaf: _array(header, body, f"recent.{leaf}") for leaf in ("k", "v", "starts")}
   lacking = [leaf for leaf, array in arrays.items() if array is None]
-  if lacking or not tokens.isdecimal():
+  if lacking or not tokens.isdecimal() or not 1 <= int(tokens) <= MAX_RECENT_WINDOW:
     raise CheckpointError(
       f"recent_window must be a number of tokens with rings, the file has {tokens!r} and lacks "
       f"{lacking}"
@@ -145,12 +153,12 @@ def _restored_rings(about: dict[str, str], header: dict, body: memoryview) -> Re
 def fetch_pages(cache: PagedKVCache, pages: Sequence[int]) -> dict[str, np.ndarray]:
   """Named pages on the host, in this order; restore_pages brings them back, to any place.
 
-  Rings are no pages: what a sequence has in one stays there.
+  Rings are no pages: what a sequence has in one stays there (fetch_rings).
 
   Raises:
     ValueError: a page's number is not the cache's.
   """
-  index = _page_index(cache, pages)
+  index = _index("pages", pages, "num_pages", cache.num_pages)
   return {name: np.asarray(array[index]) for name, array in _paged(cache).items()}
 
 
@@ -163,21 +171,9 @@ def restore_pages(
     ValueError: a page's number is not the cache's, or stands twice; or the host's arrays are not of
       so many pages of such a cache.
   """
-  index = _page_index(cache, pages)
-  if len(set(index.tolist())) != len(index):
-    raise ValueError(f"pages must not name a page twice, got {list(pages)}")
+  index = _index("pages", pages, "num_pages", cache.num_pages, once=True)
   arrays = _paged(cache)
-  if set(host) != set(arrays):
-    raise ValueError(f"host must have the arrays {sorted(arrays)}, got {sorted(host)}")
-  changed = {}
-  for name, array in arrays.items():
-    expected = (len(index), *array.shape[1:])
-    if host[name].shape != expected or host[name].dtype != array.dtype:
-      raise ValueError(
-        f"host's {name} must be {array.dtype} {list(expected)}, got {host[name].dtype} "
-        f"{list(host[name].shape)}"
-      )
-    changed[name] = array.at[index].set(jnp.asarray(host[name]))
+  changed = _with_rows(arrays, index, host)
   pools = {
     name: dataclasses.replace(
       getattr(cache, name),
@@ -186,6 +182,71 @@ def restore_pages(
     for name in ("k", "v")
   }
   return dataclasses.replace(cache, **pools)
+
+
+def fetch_rings(cache: PagedKVCache, ring_ids: Sequence[int]) -> dict[str, np.ndarray]:
+  """Named rings on the host, with what they know of their sequences; as fetch_pages.
+
+  A sequence that is preempted leaves with its pages and its ring; brought back it may have others.
+
+  Raises:
+    ValueError: the cache has no recent window, or a ring's number is not its.
+  """
+  arrays = _by_ring(_recent_of(cache))
+  index = _index("ring_ids", ring_ids, "num_rings", len(arrays["recent.starts"]))
+  return {name: np.asarray(array[index]) for name, array in arrays.items()}
+
+
+def restore_rings(
+  cache: PagedKVCache, ring_ids: Sequence[int], host: dict[str, np.ndarray]
+) -> PagedKVCache:
+  """The cache with fetched rings at `ring_ids`, one after the other; all others are as they were.
+
+  Raises:
+    ValueError: as fetch_rings; or a ring stands twice, or the host's arrays are not of so many
+      rings of such a cache.
+  """
+  recent = _recent_of(cache)
+  index = _index("ring_ids", ring_ids, "num_rings", recent.num_rings, once=True)
+  changed = _with_rows(_by_ring(recent), index, host)
+  k, v = (
+    dataclasses.replace(pool, data=changed[f"recent.{name}"].reshape(pool.data.shape))
+    for name, pool in (("k", recent.k), ("v", recent.v))
+  )
+  recent = dataclasses.replace(recent, k=k, v=v, starts=changed["recent.starts"])
+  return dataclasses.replace(cache, recent=recent)
+
+
+def _recent_of(cache: PagedKVCache) -> RecentWindow:
+  if cache.recent is None:
+    raise ValueError("cache must have a recent window, this one was created without")
+  return cache.recent
+
+
+def _by_ring(recent: RecentWindow) -> dict[str, jax.Array]:
+  """Its arrays with rings for their first axis."""
+  pages = lambda pool: pool.data.reshape(recent.num_rings, recent.ring_pages, *pool.data.shape[1:])
+  return {
+    "recent.k": pages(recent.k),
+    "recent.v": pages(recent.v),
+    "recent.starts": recent.starts,
+  }
+
+
+def _with_rows(
+  arrays: dict[str, jax.Array], index: np.ndarray, host: dict[str, np.ndarray]
+) -> dict[str, jax.Array]:
+  """The arrays with the host's at `index` of their first axis. Raises ValueError."""
+  if set(host) != set(arrays):
+    raise ValueError(f"host must have the arrays {sorted(arrays)}, got {sorted(host)}")
+  for name, array in arrays.items():
+    expected = (len(index), *array.shape[1:])
+    if host[name].shape != expected or host[name].dtype != array.dtype:
+      raise ValueError(
+        f"host's {name} must be {array.dtype} {list(expected)}, got {host[name].dtype} "
+        f"{list(host[name].shape)}"
+      )
+  return {name: array.at[index].set(jnp.asarray(host[name])) for name, array in arrays.items()}
 
 
 def _options(cache: PagedKVCache) -> dict[str, str]:
@@ -219,11 +280,17 @@ def _paged(cache: PagedKVCache) -> dict[str, jax.Array]:
   return {name: a for name, a in _named(cache).items() if name.partition(".")[2] in _PAGED}
 
 
-def _page_index(cache: PagedKVCache, pages: Sequence[int]) -> np.ndarray:
-  index = np.asarray(pages, np.int64).reshape(-1)
-  wrong = index[(index < 0) | (index >= cache.num_pages)]
+def _index(name: str, ids: Sequence[int], of: str, count: int, once: bool = False) -> np.ndarray:
+  """Numbers from 0 to count - 1, with `once` none of them twice. Raises ValueError."""
+  index = np.asarray(ids)
+  if index.size and not np.issubdtype(index.dtype, np.integer):
+    raise ValueError(f"{name} must be whole numbers, got {index.dtype}")
+  index = index.astype(np.int64).reshape(-1)
+  wrong = index[(index < 0) | (index >= count)]
   if len(wrong):
-    raise ValueError(f"pages must be below num_pages = {cache.num_pages}, got {wrong.tolist()}")
+    raise ValueError(f"{name} must be below {of} = {count}, got {wrong.tolist()}")
+  if once and len(set(index.tolist())) != len(index):
+    raise ValueError(f"{name} must not name one twice, got {index.tolist()}")
   return index
 
 
@@ -242,19 +309,42 @@ def _split(raw: bytes) -> tuple[dict, memoryview]:
   return header, memoryview(raw)[8 + length :]
 
 
+def _check_entries(header: dict[str, Any]) -> int:
+  """Where the arrays end, of entries that are sound and lie one after the other."""
+  whole = lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= 0
+  spans = []
+  for name, entry in header.items():
+    entry: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
+    lists = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
+    if not (isinstance(dtype, str) and lists and all(map(whole, shape + offsets))):
+      raise CheckpointError(f"{name} must have dtype, shape and data_offsets, got {entry!r}"[:300])
+    if dtype not in _DTYPES:
+      raise CheckpointError(f"{name} has the dtype {dtype!r}")
+    if offsets[1] - offsets[0] != math.prod(shape) * _DTYPES[dtype].itemsize:
+      raise CheckpointError(f"{name} has {offsets[1] - offsets[0]} bytes for the shape {shape}")
+    spans.append((*offsets, name))
+  end = 0
+  for begin, after, name in sorted(spans):
+    if begin != end:
+      raise CheckpointError(f"{name} must begin where the last array ends, at {end}, got {begin}")
+    end = after
+  return end
+
+
 def _array(header: dict, body: memoryview, name: str) -> jax.Array | None:
+  """The array of an entry that _check_entries has seen."""
   entry = header.pop(name, None)
   if entry is None:
     return None
-  dtype = _DTYPES.get(entry["dtype"])
-  if dtype is None:
-    raise CheckpointError(f"{name} has the dtype {entry['dtype']!r}")
   begin, end = entry["data_offsets"]
   if end > len(body):
     raise CheckpointError(f"the file is truncated: {name} ends at byte {end} of {len(body)}")
-  if end - begin != int(np.prod(entry["shape"])) * dtype.itemsize:
-    raise CheckpointError(f"{name} has {end - begin} bytes for the shape {entry['shape']}")
-  return jnp.asarray(np.frombuffer(body[begin:end], dtype).reshape(entry["shape"]))
+  return jnp.asarray(
+    np.frombuffer(body[begin:end], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
+  )
 
 
 def _check_leaves(pool: PagePool, name: str) -> None:

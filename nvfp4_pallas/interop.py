@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from nvfp4_pallas.cache import PagedKVCache, PagePool
+from nvfp4_pallas.cache import PagedKVCache, PagePool, check_cache
 
 LAYOUTS = ("NHD", "HND")
 V_SCALES = ("linear", "trtllm", "vllm")
@@ -78,6 +78,14 @@ def decode_global_scale(value: float, convention: str) -> float:
   return of[convention]
 
 
+def foreign_global_scale(multiplier: float, convention: str) -> float:
+  """The number of another convention that means this decode multiplier: decode_global_scale's
+  inverse, to float64's rounding."""
+  one = decode_global_scale(1.0, convention)
+  multiplier = decode_global_scale(multiplier, "decode")
+  return one / multiplier if convention == "encode" else multiplier / one
+
+
 def to_flashinfer(
   cache: PagedKVCache, *, layout: str = "NHD", v_scales: str = "linear"
 ) -> ForeignPages:
@@ -116,13 +124,24 @@ def to_flashinfer(
 def from_flashinfer(
   pages: ForeignPages, *, layout: str = "NHD", v_scales: str = "linear"
 ) -> PagedKVCache:
-  """The cache that FlashInfer's pages are; to_flashinfer's inverse."""
+  """The cache that FlashInfer's pages are; to_flashinfer's inverse.
+
+  Raises:
+    ValueError: an argument breaks a rule, or no cache has such pages (their size, the head dims).
+  """
   _check_layout(layout)
+  for name in ("k", "v", "k_scale", "v_scale"):
+    if getattr(pages, name).ndim != 4:
+      raise ValueError(
+        f"{name} must be [pages, page, head, row] in some order, got {getattr(pages, name).shape}"
+      )
   v_scale = _order_scales(_to_hnd(pages.v_scale, layout), v_scales, back=True)
-  return PagedKVCache(
+  cache = PagedKVCache(
     k=_pool_in("k", _to_hnd(pages.k, layout), _to_hnd(pages.k_scale, layout), pages.k_global_scale),
     v=_pool_in("v", _to_hnd(pages.v, layout), v_scale, pages.v_global_scale),
   )
+  check_cache(cache)
+  return cache
 
 
 def to_sglang(cache: PagedKVCache) -> ForeignPages:
@@ -150,7 +169,15 @@ def to_vllm(cache: PagedKVCache, *, layout: str = "HND", v_scales: str = "linear
   Args:
     layout: the order within each of the four regions of a page.
     v_scales: `vllm` for what it writes on GPUs before Blackwell, `linear` since.
+
+  Raises:
+    NotImplementedError: head_dim and v_head_dim differ, which a buffer of one width cannot hold;
+      and as to_flashinfer.
   """
+  if cache.k.head_dim != cache.v.head_dim:
+    raise NotImplementedError(
+      f"this layout has one head dim, the cache has {cache.k.head_dim} and {cache.v.head_dim}"
+    )
   pages = to_flashinfer(cache, layout=layout, v_scales=v_scales)
   regions = (pages.k, pages.k_scale, pages.v, pages.v_scale)
   return jnp.concatenate([_bytes(a).reshape(cache.num_pages, -1) for a in regions], axis=1)

@@ -4,7 +4,9 @@
     context axis   pages: each shard attends to the keys in its own pages, and merge_over puts the
                    states together by lse
 
-Sequences over a data axis need nothing from here: each shard has its own cache and batch.
+    data axis      sequences: each shard has pages (and rings) of its own, with numbers of its own
+
+mesh.py has the operations made of these.
 
     specs = cache_specs(cache, heads="tensor")
     decode = jax.shard_map(
@@ -29,20 +31,26 @@ from nvfp4_pallas.cache import PagedKVCache, PagePool
 
 
 def cache_specs(
-  cache: PagedKVCache, *, heads: str | None = None, pages: str | None = None
+  cache: PagedKVCache,
+  *,
+  heads: str | None = None,
+  pages: str | None = None,
+  sequences: str | None = None,
 ) -> PagedKVCache:
   """The cache's PartitionSpecs, as a tree of its own kind, for shard_map or NamedSharding.
 
   Args:
-    heads, pages: names of mesh axes, over which num_kv_heads and num_pages are divided; None for
-      whole on each device. Rings lie whole on each, as they are no device's pages.
+    heads, pages, sequences: names of mesh axes, None where there is none. num_kv_heads is divided
+      over the first, num_pages over the others together, and rings over that of sequences.
 
   Raises:
     ValueError: a cache with a recent window over a `pages` axis: each device would add the rings.
   """
 
+  page_axes = tuple(axis for axis in (sequences, pages) if axis is not None)
+
   def specs(pool: PagePool) -> PagePool:
-    by_page = PartitionSpec(pages, heads)
+    by_page = PartitionSpec(page_axes or None, heads)
     return dataclasses.replace(
       pool,
       data=by_page,
@@ -56,7 +64,7 @@ def cache_specs(
     if pages is not None:
       raise ValueError(f"pages must be None for a cache with a recent window, got {pages!r}")
     recent = dataclasses.replace(
-      recent, k=specs(recent.k), v=specs(recent.v), starts=PartitionSpec()
+      recent, k=specs(recent.k), v=specs(recent.v), starts=PartitionSpec(sequences)
     )
   return dataclasses.replace(cache, k=specs(cache.k), v=specs(cache.v), recent=recent)
 

@@ -5,6 +5,7 @@ Skipped where JAX's CUDA compiler can neither be found nor downloaded.
 
 import collections
 import dataclasses
+import math
 import os
 import pathlib
 import re
@@ -62,6 +63,10 @@ class CompileTest(TestCase):
       self.check_products(case.name, report.ops)
     if kernel == "sm100":
       self.check_fp4(case.name, report)
+    if kernel in ("layer", "mesh"):  # XLA's own kernels are about pages; none of these is copied
+      self.check_no_copy_of_pages(report.hlo)
+      self.check_between_devices(case.name, report.hlo)
+      return
     if case.donate:
       hlo = report.hlo
       if case.name.startswith("append/recent"):
@@ -69,6 +74,23 @@ class CompileTest(TestCase):
         hlo, copies = re.subn(r"%copy\S* = s32\[64\]\{0\} copy\(", "", hlo)
         self.assertEqual(copies, 1)
       self.check_in_place(hlo, by_kernel=kernel != "definition")
+
+  def check_no_copy_of_pages(self, hlo):
+    pages = rf"\[\d+,\d+,{aot_cases.PAGE_SIZE},\d+\]"
+    self.assertIn("input_output_alias=", hlo)
+    self.assertRegex(hlo, rf"u8{pages}")
+    self.assertNotRegex(hlo, rf"{pages}\S* copy(-start)?\(")
+
+  def check_between_devices(self, name, hlo):
+    """Over pages the largest lse, then weights and outs in one sum; else nothing."""
+    self.assertNotRegex(hlo, "all-gather|all-to-all|collective-permute|reduce-scatter")
+    sizes = [
+      math.prod(int(n) for n in shape.split(","))
+      for shape in re.findall(r"= f32\[([\d,]+)\]\S* all-reduce(?:-start)?\(", hlo)
+    ]
+    lse, out = 64 * 32, 64 * 32 * aot_cases.HEAD_DIM
+    self.assertEqual(sizes, [lse, lse + out] if name == "mesh/pages" else [])
+    self.assertLen(re.findall(r" all-reduce(?:-start)?\(", hlo), len(sizes))
 
   def check_products(self, name, ops):
     """Of the first tile and of the next: S, of each operand; O, and O of the last one."""

@@ -25,6 +25,11 @@ LEVERS = {
 }
 
 
+@jax.jit
+def append_to_slots(cache, k, v, slots):
+  return nv.append(cache, k, v, slot_mapping=slots)
+
+
 def filled_cache(k_format="nvfp4", v_format="nvfp4", num_pages=5, **levers) -> nv.PagedKVCache:
   scale = {} if k_format == "bf16" else {"k_global_scale": jnp.asarray([0.5, 3.0])}
   cache = nv.PagedKVCache.create(
@@ -38,7 +43,7 @@ def filled_cache(k_format="nvfp4", v_format="nvfp4", num_pages=5, **levers) -> n
     **levers,
   )
   k, v = jax.random.normal(jax.random.key(0), (2, 16 * num_pages, 2, 64), jnp.bfloat16)
-  return nv.append(cache, k, v, slot_mapping=jnp.arange(16 * num_pages))
+  return append_to_slots(cache, k, v, jnp.arange(16 * num_pages))
 
 
 class EqualityTest(TestCase):
@@ -72,7 +77,7 @@ class CheckpointTest(EqualityTest):
     table = jnp.arange(5, dtype=jnp.int32)[None]
     lens = jnp.asarray([60], jnp.int32), jnp.asarray([0, 60], jnp.int32)
     batch = nv.RaggedBatch(table, *lens, ring_ids=jnp.asarray([1], jnp.int32))
-    cache = nv.append(cache, k, v, batch)
+    cache = jax.jit(nv.append)(cache, k, v, batch)
     checkpoint.save(cache, self.path)
     self.check_equal(checkpoint.restore(self.path), cache)
     raw = self.path.read_bytes().replace(b'"recent_window": "20"', b'"recent_window": "90"')
@@ -146,6 +151,50 @@ class CheckpointTest(EqualityTest):
     with self.assertRaisesRegex(checkpoint.CheckpointError, "truncated"):
       checkpoint.restore(self.path)
 
+  def test_every_truncation_is_refused(self):
+    raw = self.changed()
+    (length,) = struct.unpack("<Q", raw[:8])
+    for kept in (*range(0, 8 + length, 37), *range(8 + length, len(raw), 4099), len(raw) - 1):
+      self.path.write_bytes(raw[:kept])
+      with self.assertRaises(checkpoint.CheckpointError):
+        checkpoint.restore(self.path)
+
+  def test_bytes_that_belong_to_no_array_are_refused(self):
+    self.path.write_bytes(self.changed() + b"more")
+    with self.assertRaisesRegex(checkpoint.CheckpointError, r"must have \d+ bytes of arrays"):
+      checkpoint.restore(self.path)
+
+  @parameterized.parameters(
+    (["v.data", "dtype"], "F16", "v.data has the dtype 'F16'"),
+    (["v.data", "dtype"], ["U8"], "v.data must have dtype, shape and data_offsets"),
+    (["v.data", "shape"], [5, 2, -16, -32], "v.data must have dtype, shape"),
+    (["v.data", "shape"], [5, 2, 16, 16], "v.data has 5120 bytes for the shape"),
+    (["v.data", "data_offsets"], [-5120, 0], "v.data must have dtype, shape"),
+    (["v.data"], None, "v.data must have dtype, shape and data_offsets"),
+    (["w.data"], {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}, "no cache has.*w.data"),
+    (["__metadata__"], [], "__metadata__ must be a table of texts"),
+    (["__metadata__", "recent_window"], 20, "__metadata__ must be a table of texts"),
+    (["__metadata__", "recent_window"], "20", "lacks .'k', 'v', 'starts'"),
+    (
+      ["k.global_scale", "data_offsets"],
+      [0, 8],
+      "must begin where the last array ends, at 8, got 0",
+    ),
+  )
+  def test_damaged_headers_are_refused(self, keys, value, message):
+    checkpoint.save(filled_cache(), self.path)
+    raw = self.path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    at = header
+    for key in keys[:-1]:
+      at = at[key]
+    at[keys[-1]] = value
+    text = json.dumps(header).encode()
+    self.path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+    with self.assertRaisesRegex(checkpoint.CheckpointError, message):
+      checkpoint.restore(self.path)
+
   def test_a_file_that_is_none(self):
     self.path.write_bytes(struct.pack("<Q", 4) + b"abcd")
     with self.assertRaisesRegex(checkpoint.CheckpointError, "not JSON"):
@@ -192,12 +241,68 @@ class PagesTest(EqualityTest):
     for call, message in (
       (lambda: checkpoint.fetch_pages(cache, [5]), r"below num_pages = 5, got \[5\]"),
       (lambda: checkpoint.fetch_pages(cache, [-1, 2]), r"got \[-1\]"),
-      (lambda: checkpoint.restore_pages(cache, [2, 2], host), r"twice, got \[2, 2\]"),
+      (lambda: checkpoint.fetch_pages(cache, [1.5]), "pages must be whole numbers, got float64"),
+      (lambda: checkpoint.fetch_rings(cache, [0]), "cache must have a recent window"),
+      (
+        lambda: checkpoint.restore_pages(cache, [2, 2], host),
+        r"pages must not name one twice, got \[2, 2\]",
+      ),
       (
         lambda: checkpoint.restore_pages(cache, [2], host),
         r"k.data must be uint8 \[1, 2, 16, 32\]",
       ),
       (lambda: checkpoint.restore_pages(cache, [2, 3], {}), r"must have the arrays .*got \[\]"),
+    ):
+      with self.assertRaisesRegex(ValueError, message):
+        call()
+
+
+class RingsTest(EqualityTest):
+  """A sequence leaves the device with its pages and its ring, and comes back to others."""
+
+  def create(self, **options):
+    rings = {"recent_window": 20, "num_rings": 3} | options
+    return nv.PagedKVCache.create(
+      num_pages=8, page_size=16, num_kv_heads=2, head_dim=64, k_format="fp8", **rings
+    )
+
+  def test_a_sequence_moves(self):
+    """40 tokens, of which 24 are in the ring; afterwards it goes on as if it had stayed."""
+    k, v = jax.random.normal(jax.random.key(0), (2, 41, 2, 64), jnp.bfloat16)
+    q = jax.random.normal(jax.random.key(1), (1, 4, 64), jnp.bfloat16)
+    append = jax.jit(nv.append)
+    decode = jax.jit(lambda q, cache, batch: nv.decode(q, cache, batch, read_path="fp8"))
+
+    def batch(pages, ring, kv_len, q_len):
+      arrays = [pages], [kv_len], [0, q_len], [ring]
+      return nv.RaggedBatch(*(jnp.asarray(a, jnp.int32) for a in arrays))
+
+    here = append(self.create(), k[:40], v[:40], batch([4, 0, 2], 2, 40, 40))
+    pages, rings = checkpoint.fetch_pages(here, [4, 0, 2]), checkpoint.fetch_rings(here, [2])
+    self.assertEqual(rings["recent.starts"].tolist(), [16])
+    there = checkpoint.restore_rings(self.create(), [0], rings)
+    there = checkpoint.restore_pages(there, [7, 5, 6], pages)
+    for a, b in zip(jax.tree.leaves(there.recent), jax.tree.leaves(here.recent), strict=True):
+      per_ring = len(a) // 3
+      np.testing.assert_array_equal(a[:per_ring], b[2 * per_ring :])
+      np.testing.assert_array_equal(np.asarray(a[per_ring:], np.float32), 0)
+    outs = []
+    for cache, place in ((here, ([4, 0, 2], 2)), (there, ([7, 5, 6], 0))):
+      cache = append(cache, k[40:], v[40:], batch(*place, 41, 1))
+      outs.append(decode(q, cache, batch(*place, 41, 1)))
+    self.check_equal(*outs)
+    self.assertTrue(np.asarray(outs[0][0], np.float32).any())
+
+  def test_bad_rings(self):
+    cache = self.create()
+    host = checkpoint.fetch_rings(cache, [1])
+    wider = checkpoint.fetch_rings(self.create(recent_window=40), [1])
+    for call, message in (
+      (lambda: checkpoint.fetch_rings(cache, [3]), r"ring_ids must be below num_rings = 3, got"),
+      (lambda: checkpoint.restore_rings(cache, [1, 1], host), "ring_ids must not name one twice"),
+      (lambda: checkpoint.restore_rings(cache, [0, 1], host), r"recent.k must be bfloat16 \[2, 3"),
+      (lambda: checkpoint.restore_rings(cache, [1], wider), r"recent.k must be .*\[1, 4, 2, 16"),
+      (lambda: checkpoint.restore_rings(cache, [1], {}), "host must have the arrays .*recent.k"),
     ):
       with self.assertRaisesRegex(ValueError, message):
         call()

@@ -229,6 +229,10 @@ class AttentionArgumentsTest(TestCase):
           )
 
 
+# Modules of the package that are made of its operations.
+ABOVE_OPS = ("layer.py", "mesh.py")
+
+
 class ImportDirectionTest(TestCase):
   """format -> cache, batch -> read_paths, attention -> ops -> kernels; benchmarks on top."""
 
@@ -251,8 +255,11 @@ class ImportDirectionTest(TestCase):
 
   def test_lower_layers_do_not_import_higher_ones(self):
     higher = ["nvfp4_pallas.ops", "nvfp4_pallas.kernels"]
-    lower = [p for p in PACKAGE.glob("*.py") if p.name != "__init__.py"]
+    above = ("__init__.py", *ABOVE_OPS)
+    lower = [p for p in PACKAGE.glob("*.py") if p.name not in above]
     self.assert_never(lower, higher)
+    on_top = [f"nvfp4_pallas.{name.removesuffix('.py')}" for name in ABOVE_OPS]
+    self.assert_never([*lower, *(PACKAGE / "ops").glob("*.py")], on_top)
     self.assert_never([PACKAGE / "format.py"], ["nvfp4_pallas"])
     self.assert_never([PACKAGE / "dispatch.py"], ["nvfp4_pallas"])
 

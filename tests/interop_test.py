@@ -70,26 +70,26 @@ class InteropTest(TestCase):
     self.assertEqual((pages.k_global_scale, pages.v_global_scale), (0.5, 3.0))
     self.check_equal(interop.from_flashinfer(pages, layout=layout, v_scales=v_scales), cache)
 
-  @parameterized.product(layout=interop.LAYOUTS, v_scales=("linear", "vllm"))
+  @parameterized.product(layout=interop.LAYOUTS, v_scales=interop.V_SCALES)
   def test_vllm(self, layout, v_scales):
+    """Every byte of every page, at the place that its region, head and token lead to."""
     cache = random_cache(128)
-    buffer = interop.to_vllm(cache, layout=layout, v_scales=v_scales)
-    self.assertEqual((buffer.dtype, buffer.shape), (jnp.uint8, (PAGES, HEADS * PAGE * 2 * 72)))
-    page, head, t = 2, 1, 7
-    row = head * PAGE + t if layout == "HND" else t * HEADS + head
+    built = np.full((PAGES, HEADS * PAGE * 2 * 72), -1, np.int64)
     rows = HEADS * PAGE
-    v_begin = rows * (64 + 8)
-    of_page = np.asarray(buffer)[page]
-    for begin, pool in ((0, cache.k), (v_begin, cache.v)):
-      codes = of_page[begin + 64 * row : begin + 64 * row + 64]
-      np.testing.assert_array_equal(codes, np.asarray(pool.data)[page, head, t])
-    scales = of_page[rows * 64 + 8 * row : rows * 64 + 8 * row + 8]
-    np.testing.assert_array_equal(scales, as_bytes(cache.k.block_scale)[page, head, t])
-    if layout == "HND":
-      begin = v_begin + rows * 64 + head * PAGE * 8
-      for s in range(8):
-        at = begin + v_scale_place(v_scales, t, s, 8)
-        self.assertEqual(of_page[at], as_bytes(cache.v.block_scale)[page, head, t, s])
+    for begin, pool, order in ((0, cache.k, "linear"), (rows * 72, cache.v, v_scales)):
+      codes, scales = as_bytes(pool.data), as_bytes(pool.block_scale)
+      scale_begin = begin + rows * 64
+      for head in range(HEADS):
+        row_of = lambda t, head=head: head * PAGE + t if layout == "HND" else t * HEADS + head
+        for t in range(PAGE):
+          at = begin + 64 * row_of(t)
+          built[:, at : at + 64] = codes[:, head, t]
+          for s in range(8):
+            row, column = divmod(v_scale_place(order, t, s, 8), 8)
+            built[:, scale_begin + 8 * row_of(row) + column] = scales[:, head, t, s]
+    buffer = interop.to_vllm(cache, layout=layout, v_scales=v_scales)
+    self.assertEqual(buffer.dtype, jnp.uint8)
+    np.testing.assert_array_equal(buffer, built)
     back = interop.from_vllm(
       buffer,
       page_size=PAGE,
@@ -105,11 +105,16 @@ class InteropTest(TestCase):
   def test_sglang(self):
     cache = random_cache()
     slots = interop.to_sglang(cache)
-    self.assertEqual(slots.k.shape, (PAGES * PAGE, HEADS, 32))
-    np.testing.assert_array_equal(slots.v[2 * PAGE + 5, 1], cache.v.data[2, 1, 5])
-    np.testing.assert_array_equal(
-      as_bytes(slots.v_scale)[PAGE + 3, 0], as_bytes(cache.v.block_scale)[1, 0, 3]
-    )
+    for name in ("k", "v"):
+      pool = getattr(cache, name)
+      for slots_array, pages in (
+        (getattr(slots, name), pool.data),
+        (getattr(slots, f"{name}_scale"), pool.block_scale),
+      ):
+        self.assertEqual(slots_array.shape, (PAGES * PAGE, HEADS, pages.shape[-1]))
+        for slot in range(PAGES * PAGE):
+          found, stored = as_bytes(slots_array)[slot], as_bytes(pages)
+          np.testing.assert_array_equal(found, stored[slot // PAGE, :, slot % PAGE])
     self.check_equal(interop.from_sglang(slots, page_size=PAGE), cache)
 
   def test_values_stay(self):
@@ -131,6 +136,7 @@ class InteropTest(TestCase):
   )
   def test_global_scales(self, convention, value, decode):
     self.assertEqual(interop.decode_global_scale(value, convention), decode)
+    self.assertEqual(interop.foreign_global_scale(decode, convention), value)
 
   @parameterized.parameters(
     (1.0, "amax", "convention must be one of .*'amax'"),
@@ -140,6 +146,9 @@ class InteropTest(TestCase):
   def test_global_scales_that_are_none(self, value, convention, message):
     with self.assertRaisesRegex(ValueError, message):
       interop.decode_global_scale(value, convention)
+    if value != 1:
+      with self.assertRaisesRegex(ValueError, "finite and positive"):
+        interop.foreign_global_scale(value, convention)
 
   def test_what_a_layout_cannot_hold(self):
     cache = random_cache()
@@ -153,6 +162,10 @@ class InteropTest(TestCase):
     )
     with self.assertRaisesRegex(NotImplementedError, "holds nvfp4, k is fp8"):
       interop.to_vllm(fp8)
+    other_v = dataclasses.replace(cache, v=random_cache(128).v)
+    with self.assertRaisesRegex(NotImplementedError, "one head dim, the cache has 64 and 128"):
+      interop.to_vllm(other_v)
+    self.check_equal(interop.from_flashinfer(interop.to_flashinfer(other_v)), other_v)
     with self.assertRaisesRegex(ValueError, "head_dim of 64, got 16 and 96"):
       interop.to_flashinfer(random_cache(96), v_scales="trtllm")
     with self.assertRaisesRegex(ValueError, "layout must be one of .*'NDH'"):
@@ -165,6 +178,15 @@ class InteropTest(TestCase):
     pages, buffer = interop.to_flashinfer(cache), interop.to_vllm(cache)
     with self.assertRaisesRegex(ValueError, r"v_scale must be float8_e4m3fn, got uint8"):
       interop.from_flashinfer(dataclasses.replace(pages, v_scale=as_bytes(pages.v_scale)))
+    with self.assertRaisesRegex(ValueError, "page_size must be one of .*, got 8"):
+      interop.from_flashinfer(interop.to_flashinfer(random_cache(page_size=8)))
+    with self.assertRaisesRegex(
+      ValueError, r"k must be \[pages, page, head, row\] .*\(48, 2, 32\)"
+    ):
+      interop.from_flashinfer(interop.to_sglang(cache))
+    fewer = dataclasses.replace(pages, v=pages.v[:2], v_scale=pages.v_scale[:2])
+    with self.assertRaisesRegex(ValueError, "K and V must have the same num_pages, got 3 and 2"):
+      interop.from_flashinfer(fewer)
     with self.assertRaisesRegex(ValueError, "k and k_scale must have a byte for 2 and for 16"):
       interop.from_flashinfer(dataclasses.replace(pages, k=pages.k[..., :16]))
     with self.assertRaisesRegex(

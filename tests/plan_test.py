@@ -13,7 +13,8 @@ from tests.base import TestCase
 SMALL = Model(layers=3, kv_heads=4, head_dim=64, v_head_dim=128, page_size=16, tensor=2)
 
 
-def allocated(model: Model, pages: int, k_format: str, v_format: str) -> int:
+def allocated(model: Model, pages: int, k_format: str, v_format: str, rings: int = 0) -> int:
+  window = {"recent_window": model.recent_window, "num_rings": rings} if rings else {}
   cache = nv.PagedKVCache.create(
     num_pages=pages,
     page_size=model.page_size,
@@ -22,6 +23,7 @@ def allocated(model: Model, pages: int, k_format: str, v_format: str) -> int:
     v_head_dim=model.v_head_dim,
     k_format=k_format,
     v_format=v_format,
+    **window,
   )
   return model.layers * sum(a.nbytes for a in jax.tree.leaves(cache))
 
@@ -71,6 +73,43 @@ class PlanTest(TestCase):
     )
     with self.assertRaisesRegex(ValueError, "context must be 1 with a recent window, got 2"):
       dataclasses.replace(model, context=2)
+
+  @parameterized.parameters(*plan.FORMATS[1:])
+  def test_rings_equal_what_is_allocated_to_the_byte(self, *formats):
+    """100 tokens, or 20 that need no page: at what is allocated, and a byte below it."""
+    model = dataclasses.replace(SMALL, recent_window=20)
+    for kv_len, pages, rings in ((100, 5 * 3, 3), (100, 5 * 3 + 4, 3), (20, 1, 4)):
+      budget = allocated(model, pages, *formats, rings)
+      found = plan.plan(model, budget, kv_len, *formats)
+      self.assertEqual((found.pages, found.sequences, found.cache_bytes), (pages, rings, budget))
+      less = plan.plan(model, budget - 1, kv_len, *formats)
+      self.assertLess((less.sequences, less.pages), (rings, pages))
+      taken = allocated(model, less.pages, *formats, less.sequences)
+      self.assertEqual(less.cache_bytes, taken)
+      self.assertLess(taken, budget)
+
+  def test_a_window_needs_a_ring_and_a_page(self):
+    """Where no sequence of the wanted length fits, what is left is a ring's and pages'."""
+    model, formats = dataclasses.replace(SMALL, recent_window=20), ("nvfp4", "nvfp4")
+    smallest = allocated(model, 1, *formats, 1)
+    found = plan.plan(model, smallest, 100, *formats)
+    self.assertEqual((found.pages, found.sequences, found.cache_bytes), (1, 0, smallest))
+    for kv_len in (20, 100):
+      found = plan.plan(model, smallest - 1, kv_len, *formats)
+      self.assertEqual((found.pages, found.sequences, found.cache_bytes), (0, 0, 0))
+
+  @parameterized.parameters(
+    ({"tensor": 0}, "tensor must be at least 1, got 0"),
+    ({"layers": -1}, "layers must be at least 1, got -1"),
+    ({"recent_window": -1}, "recent_window must not be negative, got -1"),
+  )
+  def test_models_that_are_none(self, changes, message):
+    with self.assertRaisesRegex(ValueError, message):
+      dataclasses.replace(SMALL, **changes)
+
+  def test_lengths_that_are_none(self):
+    with self.assertRaisesRegex(ValueError, "kv_len must be at least 1, got 0"):
+      plan.plan(SMALL, 2**20, 0, "nvfp4", "nvfp4")
 
   def test_heads_that_do_not_divide(self):
     with self.assertRaisesRegex(ValueError, "tensor must divide kv_heads, got 3 and 4"):

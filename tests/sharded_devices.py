@@ -1,16 +1,22 @@
 """Tests of caches over eight devices; sharding_test.py runs them in a process that has so many."""
 
+import contextlib
+import dataclasses
 import functools
+import io
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nvfp4_pallas as nv
+from benchmarks import plan, scale
 from nvfp4_pallas import sharding
+from nvfp4_pallas.policy import Geometry
 from tests.base import TestCase
 
 DEVICES = 8
@@ -34,7 +40,7 @@ def filled(num_pages: int, lens: tuple[int, ...], **levers):
   k, v = jnp.asarray(r.standard_normal((2, tokens, HEADS, DIM)), jnp.bfloat16)
   starts = jnp.asarray(np.cumsum([0, *lens]), jnp.int32)
   batch = nv.RaggedBatch(table, jnp.asarray(lens, jnp.int32), starts)
-  cache = nv.append(cache, k, v, batch)
+  cache = jax.jit(nv.append)(cache, k, v, batch)
   q = jnp.asarray(r.standard_normal((len(lens), HEADS * GROUP, DIM)), jnp.bfloat16)
   return cache, nv.RaggedBatch.for_decode(table, batch.kv_lens), q
 
@@ -44,7 +50,7 @@ class ShardedTest(TestCase):
     super().setUp()
     self.assertLen(jax.devices(), DEVICES)
     self.mesh = Mesh(np.asarray(jax.devices()), ("shards",))
-    self.decode = functools.partial(nv.decode, read_path="nvfp4_dequant")
+    self.decode = jax.jit(functools.partial(nv.decode, read_path="nvfp4_dequant"))
 
   def over_heads(self, cache):
     specs = sharding.cache_specs(cache, heads="shards")
@@ -68,41 +74,12 @@ class ShardedTest(TestCase):
     hlo = decode.lower(q, cache, batch).compile().as_text()
     self.assertNotRegex(hlo, "all-gather|all-reduce|all-to-all|collective-permute")
 
-  def test_rings_over_heads(self):
-    """A device has its heads of the rings, and all rings."""
+  def test_rings_over_pages(self):
     cache = nv.PagedKVCache.create(
       num_pages=8, page_size=PAGE, num_kv_heads=HEADS, head_dim=DIM, recent_window=20, num_rings=2
     )
-    r = np.random.default_rng(2)
-    k, v = jnp.asarray(r.standard_normal((2, 90, HEADS, DIM)), jnp.bfloat16)
-    table = jnp.asarray(r.permutation(8).reshape(2, 4), jnp.int32)
-    lens = jnp.asarray([40, 50], jnp.int32)
-    cache = nv.append(cache, k, v, nv.RaggedBatch(table, lens, jnp.asarray([0, 40, 90], jnp.int32)))
-    q = jnp.asarray(r.standard_normal((2, HEADS * GROUP, DIM)), jnp.bfloat16)
-    batch = nv.RaggedBatch.for_decode(table, lens)
-    want = jax.jit(self.decode)(q, cache, batch)
-    got = self.over_heads(cache)(q, cache, batch)
-    for a, b in zip(got, want, strict=True):
-      np.testing.assert_array_equal(bits(a), bits(b))
     with self.assertRaisesRegex(ValueError, "pages must be None .* recent window"):
       sharding.cache_specs(cache, pages="shards")
-
-  def test_append_to_heads(self):
-    cache, batch, _ = filled(12, (60, 0, 33))
-    k, v = jax.random.normal(jax.random.key(3), (2, 3, HEADS, DIM), jnp.bfloat16)
-    more = nv.RaggedBatch.for_decode(batch.page_table, batch.kv_lens + 1)
-    specs = sharding.cache_specs(cache, heads="shards")
-    heads = P(None, "shards")
-    append = jax.shard_map(
-      nv.append,
-      mesh=self.mesh,
-      in_specs=(specs, heads, heads, P()),
-      out_specs=specs,
-      **UNCHECKED,
-    )
-    got, want = jax.jit(append)(cache, k, v, more), nv.append(cache, k, v, more)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-      np.testing.assert_array_equal(bits(a), bits(b))
 
   def test_heads_with_levers(self):
     """Each device has its heads' part of the mean, and again nothing goes between devices."""
@@ -176,6 +153,252 @@ class ShardedTest(TestCase):
     out, lse = run(jnp.zeros((2, 3, 4)), jnp.full((2, 3), -jnp.inf))
     np.testing.assert_array_equal(out, 0)
     np.testing.assert_array_equal(lse, -np.inf)
+
+
+COLLECTIVES = r"= (\(?\S.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
+
+
+class MeshOpsTest(TestCase):
+  """Two devices of each axis, or two of heads and four of sequences, against one device.
+
+  All caches have the same arrays: the pages of device (d, c) of `sequences` and `pages` begin at
+  (d * devices of pages + c) * (pages of a device), so that one device's page table names the same.
+  """
+
+  ROWS = 96  # of each device, padding included
+
+  def laid_out(self, ops, past, steps, per_device, rings):
+    """Of a step of so many tokens a sequence: (laid out batch, that of one device, its rows)."""
+    data, context = ops.size(ops.sequences), ops.size(ops.pages)
+    r, local, tables = np.random.default_rng(4), [], []
+    lens, steps = (np.reshape(x, (data, -1)) for x in (past, steps))
+    for d in range(data):
+      order = np.stack([r.permutation(per_device) for _ in range(context)])
+      table = np.zeros((lens.shape[1], 6), np.int32)
+      used = np.zeros(context, np.int32)
+      for place in np.ndindex(*table.shape):
+        c = place[1] % context
+        table[place] = order[c, used[c]]
+        used[c] += 1
+      local.append(table)
+      tables.append(table + (d * context + np.arange(6) % context) * per_device)
+    batches, rows, ring_ids = [], [], []
+    for d in range(data):
+      cu = np.cumsum([0, *steps[d]])
+      ids = np.arange(lens.shape[1])[::-1]
+      arrays = local[d], lens[d] + steps[d], cu, ids
+      batches.append(nv.RaggedBatch(*(jnp.asarray(a, jnp.int32) for a in arrays)))
+      rows.append(d * self.ROWS + np.arange(cu[-1]))
+      ring_ids.append(ids + d * rings // data)
+    cu = np.cumsum([0, *steps.reshape(-1)])
+    arrays = np.concatenate(tables), (lens + steps).reshape(-1), cu, np.concatenate(ring_ids)
+    whole = nv.RaggedBatch(*(jnp.asarray(a, jnp.int32) for a in arrays))
+    return ops.lay_out(batches), whole, np.concatenate(rows)
+
+  def run_both(self, ops, past, step, per_device=24, **options):
+    """A step of chunks and one of decodes, on the mesh and on one device.
+
+    Yields of each operation its name, the results of both, and the compiled program of the mesh.
+    """
+    places = ops.size(ops.sequences) * ops.size(ops.pages)
+    empty = nv.PagedKVCache.create(
+      num_pages=places * per_device,
+      page_size=PAGE,
+      num_kv_heads=HEADS,
+      head_dim=DIM,
+      **options,
+    )
+    rings = options.get("num_rings", 0)
+    r = np.random.default_rng(5)
+    data = ops.size(ops.sequences)
+    normal = lambda n, heads: jnp.asarray(r.standard_normal((n, heads, DIM)), jnp.bfloat16)
+    rows = lambda n: [normal(n, h) for h in (HEADS * GROUP, HEADS, HEADS)]
+    whole_cache, cache = empty, ops.place(empty)
+    sinks = jnp.asarray(r.standard_normal(HEADS * GROUP), jnp.float32)
+
+    def both(of_mesh, of_one, mesh_arguments, arguments):
+      compiled = jax.jit(of_mesh).lower(*mesh_arguments).compile()
+      return compiled(*mesh_arguments), jax.jit(of_one)(*arguments), compiled
+
+    nothing = tuple((0,) * len(lens) for lens in past)
+    batch, whole, real = self.laid_out(ops, nothing, past, per_device, rings)
+    _, k, v = rows(data * self.ROWS)
+    # As many rows on one device, so that one program does all its appends.
+    one_append, pad = jax.jit(nv.append), np.zeros(data * self.ROWS, np.int32)
+    padded = lambda x, real: x[np.r_[real, pad][: len(pad)]]
+    whole_cache = one_append(whole_cache, padded(k, real), padded(v, real), whole)
+    mesh_append = jax.jit(ops.append, donate_argnums=0).lower(cache, k, v, batch).compile()
+    cache = mesh_append(cache, k, v, batch)
+
+    batch, whole, real = self.laid_out(ops, past, step, per_device, rings)
+    q, k, v = rows(data * self.ROWS)
+    how = {"read_path": "auto"}
+    got, want, program = both(
+      lambda q, c, b, k, v: ops.prefill(q, c, b, new_kv=(k, v), sinks=sinks, **how),
+      lambda q, c, b, k, v: nv.prefill(q, c, b, new_kv=(k, v), sinks=sinks, **how),
+      (q, cache, batch, k, v),
+      (q[real], whole_cache, whole, k[real], v[real]),
+    )
+    yield "prefill", [a[real] for a in got], want, program
+    cache = mesh_append(cache, k, v, batch)
+    whole_cache = one_append(whole_cache, padded(k, real), padded(v, real), whole)
+    yield "append", cache, whole_cache, mesh_append
+    starts = jnp.arange(len(whole.kv_lens) + 1, dtype=jnp.int32)
+    own_starts = jnp.tile(starts[: len(whole.kv_lens) // data + 1], data)
+    got, want, program = both(
+      lambda q, c, b: ops.decode(q, c, b, sinks=sinks, **how),
+      lambda q, c, b: nv.decode(q, c, b, sinks=sinks, **how),
+      (q[: len(whole.kv_lens)], cache, dataclasses.replace(batch, cu_q_lens=own_starts)),
+      (q[: len(whole.kv_lens)], whole_cache, dataclasses.replace(whole, cu_q_lens=starts)),
+    )
+    yield "decode", got, want, program
+
+  def test_all_three_axes(self):
+    shape = {"data": 2, "tensor": 2, "context": 2}
+    mesh = Mesh(np.asarray(jax.devices()).reshape(*shape.values()), tuple(shape))
+    ops = nv.MeshOps(mesh, heads="tensor", sequences="data", pages="context")
+    past, step = ((41, 3, 0), (0, 70, 16)), ((5, 20, 0), (9, 2, 14))
+    for name, got, want, program in self.run_both(ops, past, step, v_format="fp8"):
+      hlo = program.as_text()
+      moved = re.findall(COLLECTIVES, hlo)
+      if name == "append":
+        self.assertEmpty(moved)
+        self.assertIn("input_output_alias", hlo)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+          np.testing.assert_array_equal(bits(a), bits(b))
+        continue
+      # Of merge_over: the largest lse, the sum of weights and that of outs; float32 of the rows.
+      rows = self.ROWS if name == "prefill" else 3
+      heads = HEADS * GROUP // 2
+      for shapes, kind in moved:
+        self.assertEqual(kind, "all-reduce")
+        for found in re.findall(r"\w+\[[\d,]*\]", shapes):
+          self.assertIn(found, (f"f32[{rows},{heads}]", f"f32[{rows},{heads},{DIM}]"))
+      self.assertNotEmpty(moved)
+      out, lse = (np.asarray(a, np.float64) for a in got)
+      exact, exact_lse = (np.asarray(a, np.float64) for a in want)
+      # Sums in another order, then one rounding to bfloat16: a step of it.
+      np.testing.assert_allclose(out, exact, rtol=2.0**-7, atol=1e-5)
+      np.testing.assert_allclose(lse, exact_lse, rtol=1e-6, atol=1e-6)
+
+  def test_heads_and_sequences(self):
+    """The same bits, and no bytes between devices; rings are divided as sequences are."""
+    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("tensor", "data"))
+    ops = nv.MeshOps(mesh, heads="tensor", sequences="data")
+    past, step = ((41, 3), (0, 0), (0, 70), (16, 1)), ((5, 20), (0, 3), (9, 2), (14, 1))
+    rings = {"k_format": "fp8", "recent_window": 20, "num_rings": 12}
+    for _, got, want, program in self.run_both(ops, past, step, **rings):
+      self.assertNotRegex(program.as_text(), COLLECTIVES)
+      for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(bits(a), bits(b))
+
+  @parameterized.parameters({"pages": "context"}, {"recent_window": 20, "num_rings": 4})
+  def test_a_device_has_the_bytes_that_were_planned(self, pages=None, **rings):
+    """As `python -m benchmarks plan` counts them: of pages, scales, rings and their starts."""
+    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 2, 2), ("data", "tensor", "context"))
+    ops = nv.MeshOps(mesh, heads="tensor", sequences="data", pages=pages)
+    planned = plan.Model(
+      layers=1,
+      kv_heads=HEADS,
+      head_dim=DIM,
+      v_head_dim=128,
+      page_size=PAGE,
+      tensor=2,
+      data=2,
+      context=ops.size(pages),
+      recent_window=rings.get("recent_window", 0),
+    )
+    for formats in (("nvfp4", "nvfp4"), ("fp8", "nvfp4"), ("fp8", "fp8")):
+      cache = nv.PagedKVCache.create(
+        num_pages=2 * 8 * ops.size(pages),
+        page_size=PAGE,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        v_head_dim=128,
+        k_format=formats[0],
+        v_format=formats[1],
+        **rings,
+      )
+      leaves = jax.tree.leaves(ops.place(cache))
+      found = sum(a.addressable_shards[5].data.nbytes for a in leaves)
+      # 98 tokens with a window of 20: two sequences of a device have 4 pages and a ring each.
+      fits = plan.plan(planned, found, 98, *formats)
+      self.assertEqual((fits.pages, fits.cache_bytes), (8, found))
+      self.assertLess(plan.plan(planned, found - 1, 98, *formats).cache_bytes, found)
+
+  def test_arguments(self):
+    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("tensor", "context"))
+    ops = nv.MeshOps(mesh, heads="tensor", pages="context")
+    cache, batch, q = filled(12, (60, 0, 33))
+    odd, _, _ = filled(6, (60,))
+    for call, message in (
+      (lambda: nv.MeshOps(mesh, heads="model"), r"heads must be an axis of .*, got 'model'"),
+      (lambda: nv.MeshOps(mesh, heads="tensor", pages="tensor"), "must be different axes"),
+      (lambda: ops.place(odd), "num_pages must be a multiple of 4 devices, got 6"),
+      (lambda: ops.lay_out([batch, batch]), "batches must be 1, got 2"),
+      (lambda: ops.decode(q, cache, batch, window=8, read_path="auto"), "window must be None .* 8"),
+      (lambda: ops.prefill(q, cache, batch, read_path="auto"), "new_kv must be given"),
+    ):
+      with self.assertRaisesRegex(ValueError, message):
+        call()
+
+
+class NamedShardingTest(TestCase):
+  """jit alone, of operations that know no mesh: XLA divides the definition by heads by itself."""
+
+  def setUp(self):
+    super().setUp()
+    self.mesh = Mesh(np.asarray(jax.devices()), ("shards",))
+
+  def place(self, x, *spec):
+    return jax.device_put(x, NamedSharding(self.mesh, P(*spec)))
+
+  def test_heads(self):
+    cache, batch, q = filled(12, (60, 0, 33))
+    specs = sharding.cache_specs(cache, heads="shards")
+    placed = jax.tree.map(lambda a, spec: self.place(a, *spec), cache, specs)
+    r = np.random.default_rng(6)
+    k, v = jnp.asarray(r.standard_normal((2, 3, HEADS, DIM)), jnp.bfloat16)
+    more = nv.RaggedBatch.for_decode(batch.page_table, batch.kv_lens + 1)
+
+    def step(cache, q, k, v, batch):
+      cache = nv.append(cache, k, v, batch)
+      how = {"read_path": "nvfp4_dequant"}
+      return cache, nv.decode(q, cache, batch, **how), nv.prefill(q, cache, batch, **how)
+
+    rows = [self.place(x, None, "shards") for x in (q, k, v)]
+    compiled = jax.jit(step, donate_argnums=0).lower(placed, *rows, more).compile()
+    # Prefill asks whether all values are finite.
+    self.assertLessEqual(
+      set(re.findall(COLLECTIVES, compiled.as_text())), {("pred[]", "all-reduce")}
+    )
+    got, want = compiled(placed, *rows, more), jax.jit(step)(cache, q, k, v, more)
+    self.assertEqual(got[0].k.data.sharding.spec, P(None, "shards"))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+      np.testing.assert_array_equal(bits(a), bits(b))
+
+
+class ScaleTest(TestCase):
+  """The scaling benchmark on devices that gain nothing by it: its results and its line."""
+
+  def test_small_shapes(self):
+    for axis, sequences in (("heads", 3), ("pages", 1)):
+      small = scale.Case(axis, sequences, 5 * PAGE, 1.5, Geometry(4, 2, DIM), PAGE)
+      scaled = scale.measure(small, jax.devices()[:2], few=0, many=1)
+      self.assertTrue(scaled.same, scaled)
+      self.assertRegex(scaled.line(), rf"by {axis}: 1 GPU .* times as fast \(target 1.5, .*GPU's$")
+
+  def test_wrong_results_are_named(self):
+    scaled = scale.Scaled(scale.CASES[0], 2, us_one=200.0, us_all=100.0, error=1e-6)
+    self.assertFalse(scaled.same)
+    line = "decode 64/1/8K by heads: 1 GPU 200.0 us, 2 GPUs 100.0 us, 2.00 times as fast (target "
+    self.assertEqual(scaled.line(), line + "1.8, met); WRONG RESULTS, off by 1.0e-06")
+
+  def test_without_gpus(self):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+      self.assertEqual(scale.main([]), 1)
+    self.assertIn("this needs 2 GPUs of one host", said.getvalue())
 
 
 if __name__ == "__main__":

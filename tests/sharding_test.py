@@ -4,26 +4,29 @@ import os
 import subprocess
 import sys
 
-from absl.testing import absltest
+from absl.testing import absltest, parameterized
 
 from tests.base import TestCase
 from tests.sharded_devices import DEVICES
 
 
 class ShardingTest(TestCase):
-  def test_on_eight_devices(self):
+  @parameterized.parameters(
+    (("ShardedTest", "NamedShardingTest"), 7), (("MeshOpsTest", "ScaleTest"), 8)
+  )
+  def test_on_eight_devices(self, classes, tests):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     environment.pop("TESTBRIDGE_TEST_ONLY", None)
     ran = subprocess.run(
-      [sys.executable, "-m", "tests.sharded_devices"],
+      [sys.executable, "-m", "tests.sharded_devices", *classes],
       env=environment,
       capture_output=True,
       text=True,
-      timeout=300,
+      timeout=500,
     )
     self.assertEqual(ran.returncode, 0, ran.stdout + ran.stderr)
-    self.assertRegex(ran.stderr, r"Ran 7 tests[\s\S]*OK\n")
+    self.assertRegex(ran.stderr, rf"Ran {tests} tests[\s\S]*OK\n")
 
 
 if __name__ == "__main__":
