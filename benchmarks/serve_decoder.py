@@ -1,10 +1,10 @@
 """A Llama-style decoder for serving: one step over paged caches, of prompts and of decodes at once.
 
 The rows of a step are those of chunks of prompts first, padding after them, then one of every
-decoding place. All rows go through the same matrices; each layer appends all of them, then attends:
-chunks by `prefill`, decodes by `decode`. Layers are a Python loop and not a scan, so that every
-cache is appended to in place (kernels/in_place.py says why). Matrices, and what goes into them, are
-of the weights' type; norms and sums between layers are float32.
+decoding place. All rows go through the same matrices, and in each layer through nv.attend, which
+appends them and reads chunks by `prefill`, decodes by `decode`. Layers are a Python loop and not a
+scan, so that every cache is appended to in place (kernels/in_place.py says why). Matrices, and what
+goes into them, are of the weights' type; norms and sums between layers are float32.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StepRows:
   """A step as arrays; their shapes are its bucket, and all values are data.
 
   Attributes:
-    tokens, positions, slots: int32 [rows]; slots as in `append`, -1 for padding.
+    tokens, positions: int32 [rows].
     chunk_pages, chunk_lens, chunk_starts: page_table, kv_lens and cu_q_lens of the chunks, whose
       rows are the first; of no sequences in a step without any.
     decode_pages, decode_lens: int32 [places, max_pages] and [places], of the last rows; a length
@@ -65,7 +65,6 @@ class StepRows:
 
   tokens: Ints
   positions: Ints
-  slots: Ints
   chunk_pages: Ints
   chunk_lens: Ints
   chunk_starts: Ints
@@ -247,14 +246,18 @@ def _heads(qkv: jax.Array, config: llama.Config) -> tuple[jax.Array, jax.Array, 
 def _attention(cache: nv.PagedKVCache, q, k, v, rows: StepRows, how: Reading):
   if not how.attends:
     return jax.lax.optimization_barrier((q, k, v))[0], cache  # K and V are computed all the same
-  cache = nv.append(cache, k, v, slot_mapping=rows.slots, implementation=how.implementation)
-  places = rows.decode_lens.shape[0]
-  reads = q.shape[0] - places
-  out = []
-  who: dict[str, Any] = {"implementation": how.implementation}
-  if reads:
-    batch = nv.RaggedBatch(rows.chunk_pages, rows.chunk_lens, rows.chunk_starts)
-    out.append(nv.prefill(q[:reads], cache, batch, read_path=how.prefill_path, **who)[0])
-  batch = nv.RaggedBatch.for_decode(rows.decode_pages, rows.decode_lens)
-  out.append(nv.decode(q[reads:], cache, batch, read_path=how.decode_path, **who)[0])
-  return jnp.concatenate(out), cache
+  chunks = None
+  if q.shape[0] > rows.decode_lens.shape[0]:
+    chunks = nv.RaggedBatch(rows.chunk_pages, rows.chunk_lens, rows.chunk_starts)
+  cache, out = nv.attend(
+    cache,
+    q,
+    k,
+    v,
+    chunks=chunks,
+    decodes=nv.RaggedBatch.for_decode(rows.decode_pages, rows.decode_lens),
+    read_path=how.prefill_path,
+    decode_read_path=how.decode_path,
+    implementation=how.implementation,
+  )
+  return out, cache

@@ -188,7 +188,6 @@ class Engine:
     return StepRows(
       tokens=int32(total),
       positions=int32(total),
-      slots=np.full(total, -1, np.int32),
       chunk_pages=int32((chunks, self._max_pages)),
       chunk_lens=int32(chunks),
       chunk_starts=int32(chunks + 1),
@@ -199,13 +198,12 @@ class Engine:
 
   def _fill(self, arrays: StepRows, step: Step, rows: int) -> None:
     """Chunk i's next token is written[i], the decode at place i's is written[chunks + i]."""
-    row, size = 0, self._page_size
+    row = 0
     for i, (request, before, n) in enumerate(step.chunks):
-      pages = arrays.chunk_pages[i] = self._pages_of(request)
+      arrays.chunk_pages[i] = self._pages_of(request)
       positions = np.arange(before, before + n)
       arrays.tokens[row : row + n] = self.tokens_of(request)[before : before + n]
       arrays.positions[row : row + n] = positions
-      arrays.slots[row : row + n] = pages[positions // size] * size + positions % size
       row += n
       arrays.chunk_lens[i] = before + n
       arrays.chunk_starts[i + 1 :] = row
@@ -213,10 +211,9 @@ class Engine:
     first = len(arrays.written) - self._places
     for place, request in enumerate(step.decodes):
       at, position = rows + place, request.computed
-      pages = arrays.decode_pages[place] = self._pages_of(request)
+      arrays.decode_pages[place] = self._pages_of(request)
       arrays.tokens[at] = self.tokens_of(request)[position]
       arrays.positions[at] = position
-      arrays.slots[at] = pages[position // size] * size + position % size
       arrays.decode_lens[place] = position + 1
       arrays.written[first + place] = at
 
