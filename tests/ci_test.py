@@ -22,6 +22,8 @@ case "$*" in
   *bootstrap*) echo "$0" ;;
   *--version*) echo --version 3.13 --pin jax==0.11.2 ;;
   *fetch_gguf*) exit "$FETCHED" ;;
+  *quality*) echo rows > "$6" ;;
+  "-m tests") echo "rows: $(cat "$NVFP4_PALLAS_SMOKE_ROWS")" >> "$ASKED" ;;
 esac
 """
 
@@ -34,7 +36,7 @@ class CiTest(TestCase):
     python.write_text(PYTHON)
     python.chmod(0o755)
     asked = folder / "asked"
-    outer = {n: v for n, v in os.environ.items() if n != "NVFP4_PALLAS_OFFLINE"}
+    outer = {n: v for n, v in os.environ.items() if not n.startswith("NVFP4_PALLAS")}
     path = f"{folder}{os.pathsep}{outer['PATH']}"
     given = {"PATH": path, "ASKED": str(asked), "FETCHED": str(fetched), "NO_CORNER": ""}
     given |= environment
@@ -44,14 +46,16 @@ class CiTest(TestCase):
   def test_judges_a_model(self):
     status, printed, asked = self.run_script(fetched=0)
     self.assertEqual(status, 0, printed)
-    self.assertIn("quality --smoke --levels format attention model\n", asked)
+    self.assertRegex(asked, r"quality --smoke --out \S+ --levels format attention model\n")
+    self.assertIn("rows: rows\n", asked)
     self.assertNotIn("no model was judged", printed)
 
   def test_a_model_that_cannot_be_fetched_is_a_failure(self):
     status, printed, asked = self.run_script(fetched=1)
     self.assertEqual(status, 1)
     self.assertIn("FAILED: SmolLM2, or NVFP4_PALLAS_OFFLINE=1\n", printed)
-    self.assertIn("quality --smoke --levels format attention\n", asked)
+    self.assertRegex(asked, r"quality --smoke --out \S+ --levels format attention\n")
+    self.assertIn("rows: \n", asked)
 
   def test_offline_must_be_asked_for(self):
     status, printed, asked = self.run_script(fetched=1, NVFP4_PALLAS_OFFLINE="1")
