@@ -330,7 +330,8 @@ def engine_step(rows, chunks, format="nvfp4", layers=3, places=64):
   rope = (S((8192, HEAD_DIM // 2), jnp.float32),) * 2
   int32 = lambda *shape: S(shape, jnp.int32)
   arrays = serve_decoder.StepRows(
-    *(int32(rows + places) for _ in range(3)),
+    tokens=int32(rows + places),
+    positions=int32(rows + places),
     chunk_pages=int32(chunks, 128),
     chunk_lens=int32(chunks),
     chunk_starts=int32(chunks + 1),
