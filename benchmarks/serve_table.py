@@ -12,7 +12,8 @@ _Cells = Callable[[Metrics], tuple[str, ...]]
 
 
 def lines(setup: Setup, of: Mapping[str, Metrics]) -> list[str]:
-  """All tables, each with a row for every format."""
+  """All tables, each with a row for every format; of phases only where they were told apart, which
+  a live run does by kinds of steps instead (serve_live.py)."""
   heads = setup.model.heads
   server = table(
     "Server",
@@ -31,7 +32,9 @@ def lines(setup: Setup, of: Mapping[str, Metrics]) -> list[str]:
       for name, m in of.items()
     },
   )
-  return [line for part in (server, *_TABLES) for line in (*_rows(part, of), "")][:-1]
+  told_apart = any(m.seconds["prefill"] or m.seconds["decode"] for m in of.values())
+  parts = server, *_TABLES, *([_SHARES] if told_apart else [])
+  return [line for part in parts for line in (*_rows(part, of), "")][:-1]
 
 
 def _rows(part, of: Mapping[str, Metrics]) -> list[str]:
@@ -126,5 +129,5 @@ _TABLES: tuple[tuple[str, tuple[str, ...], _Cells], ...] = (
     _hits,
   ),
   ("Decode", ("tokens", "output/s", f"between tokens ms, {_THREE}"), _decode),
-  ("Share of time, %", ("prefill", "decode", "append", "model, host", "steps"), _shares),
 )
+_SHARES = "Share of time, %", ("prefill", "decode", "append", "model, host", "steps"), _shares
