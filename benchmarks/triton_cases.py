@@ -35,8 +35,8 @@ class Case:
     head_dim: of K and V.
     group, page_size: of the cache and its queries.
     window, soft_cap: as in ops.prefill, or None.
-    max_spills: bytes of spill stores and loads that the compiler may make before and after the loops
-      over keys; in those, none.
+    max_spills: bytes of spill stores and loads that there may be before and after the loops over
+      keys; in those, none.
   """
 
   name: str
@@ -129,3 +129,7 @@ CASES = (
   Case("decode/a4q", "nvfp4_a4q", DECODE),
   Case("decode/dequant", "nvfp4_dequant", DECODE),
 )
+
+
+def named(name: str) -> Case:
+  return next(case for case in CASES if case.name == name)

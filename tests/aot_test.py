@@ -18,9 +18,23 @@ from benchmarks import aot, aot_cases
 from benchmarks.sass import Code, alu
 from tests.base import TestCase
 
+# Of sm_100 one of each kind: the commands compile the others, which differ by numbers alone.
+LEFT_OUT = (
+  "sm100/prefill_a4q_1_level",
+  "sm100/prefill_a4q_window",
+  "sm100/prefill_a4q_window_soft_cap",
+  "sm100/prefill_a4q_group_5_page_64",
+  "sm100/prefill_a4q_group_7",
+  "sm100/chunk_a4q",
+  "sm100/tail_a4q",
+  "sm100/tail_a4q_group_7",
+  "sm100/decode_a4q",
+)
+TESTED = [case for case in aot_cases.CASES if case.name not in LEFT_OUT]
+
 
 class CompileTest(TestCase):
-  @parameterized.named_parameters((case.name, case) for case in aot_cases.CASES)
+  @parameterized.named_parameters((case.name, case) for case in TESTED)
   def test_case(self, case):
     try:
       report = aot.compile_case(case)
@@ -104,6 +118,9 @@ class CompileTest(TestCase):
       self.assertEqual(ops["HGMMA"], products[1])
     else:
       self.assertEqual(ops["HGMMA"], sum(products))
+
+  def test_what_is_left_out(self):
+    self.assertContainsSubset(LEFT_OUT, {case.name for case in aot_cases.CASES})
 
   def check_fp4(self, name, report):
     """Of a key tile: S by FP4 products, 64 columns each, O by BF16 ones, 16 keys of a half each."""

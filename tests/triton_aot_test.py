@@ -13,7 +13,8 @@ from nvfp4_pallas.kernels.attention_triton_sm120 import KEYS
 from tests.base import TestCase
 from tests.triton_version import need_triton
 
-# The commands compile all of them; these have every kind of loop, number of rows and reason to spill.
+# The commands compile all of them; these have every kind of loop, every number of rows and each
+# reason to spill.
 TESTED = (
   "prefill/a4q",
   "prefill/a4q_1_level",
@@ -30,7 +31,7 @@ TESTED = (
 class CompileTest(TestCase):
   @parameterized.parameters(*TESTED)
   def test_case(self, name):
-    (case,) = (case for case in triton_cases.CASES if case.name == name)
+    case = triton_cases.named(name)
     need_triton(self)
     try:
       report = triton_aot.compile_case(case)
@@ -60,7 +61,7 @@ class VerdictTest(TestCase):
   """What makes a compiled kernel fail."""
 
   def report(self, **changes):
-    (case,) = (case for case in triton_cases.CASES if case.name == "prefill/a4q_1_level")
+    case = triton_cases.named("prefill/a4q_1_level")
     wanted = case.products()
     line = "        /*0010*/                   {} R8, R4, R6, R8 ;"
     ops = [triton_aot.FP4_OPCODE] * wanted["OMMA"] + [triton_aot.BF16_OPCODE] * wanted["HMMA"]
