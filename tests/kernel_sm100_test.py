@@ -144,6 +144,7 @@ class ResolveTest(TestCase):
     shape = {"num_seqs": 1, "num_tokens": 16, "num_kv_heads": 8, "max_keys": 16384}
     with use_target(Target("sm_100")):
       self.assertIn("keys in 16 runs", resolve_prefill(self.request_of(**shape)).reason)
+      self.assertNotIn("keys in", resolve_prefill(self.request_of(num_seqs=300)).reason)
 
 
 if __name__ == "__main__":
