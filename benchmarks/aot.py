@@ -216,6 +216,14 @@ def assemble(ptx: pathlib.Path) -> tuple[str, str]:
   return report, run((_find_tool("nvdisasm"), "-c", str(cubin)), "nvdisasm failed")
 
 
+def ptxas_version() -> str:
+  """Of the assembler that is used here, whose choice registers and spills are."""
+  ptxas = _find_tool("ptxas")
+  said = run((ptxas, "--version"), f"{ptxas} does not say its version")
+  release = re.search(r"\bV(\d[\d.]*)", said)
+  return release[1] if release else "of an unknown version"
+
+
 def run(command: Sequence[str], failure: str, **options) -> str:
   """What a command printed. Raises AotError with its last lines where it fails."""
   done = subprocess.run(

@@ -182,18 +182,31 @@ def prefill(cache, read_path, **options):
   return attention(cache, read_path, tokens=4096, seqs=4, **options)
 
 
-def on_sm_100(*, q_levels=2, window=None, **cache):
-  """The whole operation of A4Q there: a prompt of 8K."""
+def on_sm_100(name):
+  """A call of triton_cases there: the whole operation, as a user has it who names no kernel."""
+  from benchmarks import triton_cases
+
+  function, arguments = triton_cases.named(name).build()
+
+  def there(*arguments):
+    with use_target(Target("sm_100")):
+      return function(*arguments)
+
+  return there, arguments
+
+
+def a4q_on_sm_100(q_len, seqs=1, *, kv_len=8192, numerics=None, **cache):
+  """The same of a cache that triton_cases has none of."""
   import nvfp4_pallas as nv
 
-  options = {"implementation": "mosaic_sm100", "q_levels": q_levels, "window": window}
+  cache = abstract_cache(**cache)
+  operation = nv.decode if q_len == 1 else nv.prefill
 
   def function(q, cache, batch):
     with use_target(Target("sm_100")):
-      return nv.prefill(q, cache, batch, read_path="nvfp4_a4q", **options)
+      return operation(q, cache, batch, read_path="nvfp4_a4q", **numerics or {})
 
-  cache = abstract_cache(**cache)
-  return function, queries(cache, 1, 8192, 4, max_pages=8192 // cache.page_size)
+  return function, queries(cache, seqs, q_len, 4, kv_len // cache.page_size)
 
 
 def append_definition(k_format):
@@ -347,6 +360,20 @@ def engine_step(rows, chunks, format="nvfp4", layers=3, places=64):
   return function, (weights, caches, rope, arrays)
 
 
+# Calls of triton_cases that the kernel for sm_100 runs, too.
+ON_SM_100 = (
+  "prefill/a4q",
+  "prefill/a4q_1_level",
+  "prefill/a4q_64_window",
+  "prefill/a4q_window",
+  "prefill/a4q_window_soft_cap",
+  "prefill/a4q_group_5_page_64",
+  "prefill/a4q_group_7",
+  "chunk/a4q",
+  "tail/a4q",
+  "tail/a4q_group_7",
+  "decode/a4q",
+)
 CASES = (
   Case("definition/append_nvfp4", lambda: append_definition("nvfp4"), 0, donate=(0,)),
   Case("definition/append_fp8", lambda: append_definition("fp8"), 0, donate=(0,)),
@@ -609,12 +636,30 @@ CASES = (
   ),
   Case("attention/prefill_fp8_bf16", lambda: prefill(abstract_cache("fp8", "bf16"), "fp8"), 255),
   Case("attention/decode_bf16", lambda: split_kv(abstract_cache("bf16", "bf16"), "bf16"), 255),
-  Case("sm100/prefill_a4q", lambda: on_sm_100(page_size=16), 255, arch="sm_100"),
+  *(
+    Case(f"sm100/{name.replace('/', '_')}", partial(on_sm_100, name), 255, arch="sm_100")
+    for name in ON_SM_100
+  ),
   # The most shared memory that there can be.
-  Case("sm100/prefill_a4q_v_bf16", lambda: on_sm_100(v_format="bf16"), 255, arch="sm_100"),
   Case(
-    "sm100/prefill_a4q_64_window",
-    lambda: on_sm_100(q_levels=1, head_dim=64, window=300),
+    "sm100/prefill_a4q_v_bf16", lambda: a4q_on_sm_100(8192, v_format="bf16"), 255, arch="sm_100"
+  ),
+  Case(
+    "sm100/decode_a4q_page_128",
+    lambda: a4q_on_sm_100(1, 16, page_size=128, numerics={"soft_cap": 30.0}),
+    255,
+    arch="sm_100",
+  ),
+  Case(
+    "sm100/prefill_a4q_dims_64_128",
+    lambda: a4q_on_sm_100(
+      8192,
+      head_dim=64,
+      v_head_dim=128,
+      page_size=32,
+      v_format="fp8",
+      numerics={"window": 300, "q_levels": 1},
+    ),
     255,
     arch="sm_100",
   ),

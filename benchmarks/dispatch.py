@@ -5,8 +5,8 @@
 
 A server flag does not prove that the optimised dispatch ran. This resolves calls of every phase as
 on that device and, for sm_120 and sm_100, compiles what they launch and reads from the machine code
-which instruction each product is (for sm_100 of one call: `aot sm100/` has the others, and `aot`
-compiles for sm_90). Nothing is run.
+which instruction each product is (`aot` compiles for sm_90); the assembler that the first line
+names says what is spilled. Nothing is run.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ PHASES = tuple(dict.fromkeys(case.name.split("/")[0] for case in triton_cases.CA
   "pack",
 )
 WIDTH = 100
+ASSEMBLED = ("sm_100", "sm_120")
+WITHOUT = "`--no-compile` leaves the instructions out"
 FP4 = ("OMMA", "UTCOMMA")  # opcodes of block-scaled FP4 products
 
 
@@ -47,7 +49,11 @@ def main(argv: list[str]) -> int:
   parser.add_argument("--no-compile", action="store_true", help="resolve only")
   options = parser.parse_args(argv)
   compilers = {} if options.no_compile else COMPILERS
-  print(title(options.target, options.no_compile))
+  try:
+    print(title(options.target, compiles=not options.no_compile))
+  except MissingError as error:
+    print(f"{error}\n{WITHOUT}", file=sys.stderr)
+    return 1
   good = True
   for case in triton_cases.CASES:
     if case.name.split("/")[0] not in options.phase:
@@ -63,7 +69,7 @@ def main(argv: list[str]) -> int:
       try:
         lines, ok = compilers[resolved.implementation](case)
       except MissingError as error:
-        print(f"{error}\n`--no-compile` leaves the instructions out", file=sys.stderr)
+        print(f"{error}\n{WITHOUT}", file=sys.stderr)
         return 1
       except AotError as error:
         lines, ok = str(error), False
@@ -76,11 +82,14 @@ def main(argv: list[str]) -> int:
   return 0 if good else 1
 
 
-def title(target: str, resolved_only: bool) -> str:
-  if resolved_only:
+def title(target: str, compiles: bool) -> str:
+  """Raises aot.MissingError where something is to be compiled and there is no assembler."""
+  if not compiles:
     return f"{target}: who runs what, as resolved; nothing was compiled or run"
   versions = [f"{name} {_version(name)}" for name in ("jax", "jax-triton", "triton")]
-  return f"{target}: who runs what, by {', '.join(versions)}; nothing was run"
+  versions += [f"ptxas {aot.ptxas_version()}"] if target in ASSEMBLED else []
+  text = f"{target}: who runs what, by {', '.join(versions)}; nothing was run"
+  return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _version(package: str) -> str:
@@ -95,7 +104,10 @@ def describe(case: Case, resolved: Resolved) -> str:
   levels = {1: ", Q in one level", 2: ", Q in two levels"}[case.q_levels]
   levels = levels if case.read_path == "nvfp4_a4q" else ""
   more = f", head_dim {case.head_dim}" if case.head_dim != 128 else ""
+  more += f", {case.group} query heads a KV head" if case.group != 4 else ""
+  more += f", pages of {case.page_size}" if case.page_size != 16 else ""
   more += f", window {case.window}" if case.window else ""
+  more += f", soft cap {case.soft_cap}" if case.soft_cap else ""
   return said(f"{phase} {shape} {case.read_path}{levels}{more}", resolved)
 
 
@@ -112,11 +124,16 @@ def by_triton(case: Case) -> tuple[str, bool]:
   return instructions(report.products, report, report.code, triton_aot.verdict(case, report))
 
 
+def name_on_sm_100(case: Case) -> str:
+  """Of the same call in aot_cases.CASES, where it is one of ON_SM_100."""
+  return "sm100/" + case.name.replace("/", "_")
+
+
 def by_mosaic(case: Case) -> tuple[str, bool]:
-  name = "sm100/" + case.name.replace("/", "_")
+  name = name_on_sm_100(case)
   compiled = next((c for c in aot_cases.CASES if c.name == name), None)
   if compiled is None:
-    return "  not among what is compiled here", True
+    return f"  FAIL aot has no case {name}, so nothing here shows its instructions", False
   report = aot.compile_case(compiled)
   (kernel,) = report.kernels
   products, verdict = kernel.code.with_modifiers(*TENSOR_CORE_OPS), aot.verdict(compiled, report)

@@ -27,7 +27,7 @@ import statistics
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -57,7 +57,6 @@ from nvfp4_pallas.read_paths import READ_PATHS
 
 # What a case takes on an H200, most of it compilation, and the pages of a geometry and page size.
 CASE_SECONDS, POOL_SECONDS = 0.75, 2.0
-QUICK = ("mosaic_sm100", "triton_sm120", "flashinfer")  # only say there that they cannot run
 OUT = pathlib.Path("out/matrix.jsonl")
 LEAST_COUNT = 8  # cases that say how long the others will take
 INTERRUPTED = 130  # the exit code, as a shell has it
@@ -136,9 +135,24 @@ def _parse(argv: list[str]) -> argparse.Namespace:
   add("--page-size", type=int)
   add("--layout", help=f"of pages; {LAYOUT} is the one that there is")
   add("--geometry", help="a name (8b, 70b-tp8, 30b-moe, smollm2) or query heads/KV heads/head_dim")
+  return parsed(parser, argv, _check)
+
+
+def parsed(
+  parser: argparse.ArgumentParser,
+  argv: list[str],
+  check: Callable[[argparse.Namespace], None] | None = None,
+) -> argparse.Namespace:
+  """The options, those of `add_options` among them; an end with 2 and a sentence on bad ones.
+
+  Args:
+    check: of a command's own; it raises ValueError.
+  """
   options = parser.parse_args(argv)
   try:
-    _check(options)
+    if check is not None:
+      check(options)
+    _check_measuring(options)
   except ValueError as error:
     parser.error(str(error))
   return options
@@ -169,6 +183,9 @@ def _check(options: argparse.Namespace) -> None:
       raise ValueError(f"implementations must be of {', '.join(IMPLEMENTATIONS)}, got {name}")
   if options.geometry is not None:
     check_head_dim("geometry's head_dim", heads_of(options.geometry).head_dim)
+
+
+def _check_measuring(options: argparse.Namespace) -> None:
   if options.seconds is not None and not options.seconds > 0:
     raise ValueError(f"seconds must be positive, got {options.seconds}")
   if options.out.is_dir():
@@ -210,10 +227,12 @@ def _chosen(all_cases: list[Case], options: argparse.Namespace) -> list[Case]:
 
 
 def _listed(chosen: list[Case]) -> list[str]:
+  here = current_target().architecture
   lines = [
-    f"{part:12}{count:5} cases, about {seconds:.0f} s" for part, count, seconds in _by_part(chosen)
+    f"{part:12}{count:5} cases, about {seconds:.0f} s"
+    for part, count, seconds in _by_part(chosen, here)
   ]
-  total = _estimate(chosen)
+  total = _estimate(chosen, here)
   for case in chosen:
     fields = case.fields
     shape = f"{fields['phase']} {fields['batch']}/{fields['q_len']}/{fields['kv_len']}"
@@ -223,27 +242,33 @@ def _listed(chosen: list[Case]) -> list[str]:
   return [*lines, f"{len(chosen)} cases, about {total:.0f} s on an H200"]
 
 
-def _by_part(chosen: list[Case]) -> list[tuple[str, int, float]]:
+def _by_part(chosen: list[Case], architecture: str) -> list[tuple[str, int, float]]:
   of = collections.defaultdict(list)
   for case in chosen:
     of[case.part].append(case)
-  return [(part, len(some), _estimate(some)) for part, some in of.items()]
+  return [(part, len(some), _estimate(some, architecture)) for part, some in of.items()]
 
 
-def _estimate(chosen: list[Case]) -> float:
-  """Seconds on an H200."""
-  timed = [case for case in chosen if case.implementation not in QUICK]
+def _is_quick(case: Case, architecture: str) -> bool:
+  """Whether it only says that it cannot run: by kernels of another device, or FlashInfer's."""
+  own = cases.Device(architecture, small=False).own
+  return case.implementation in {*IMPLEMENTATIONS, "flashinfer"} - {"xla", own}
+
+
+def _estimate(chosen: list[Case], architecture: str) -> float:
+  """Seconds, as if an H200 were of that architecture."""
+  timed = [case for case in chosen if not _is_quick(case, architecture)]
   pools = {(case.workload.geometry, case.workload.page_size) for case in timed}
   return CASE_SECONDS * len(timed) + POOL_SECONDS * len(pools)
 
 
 def _minutes() -> int:
-  return round(_estimate(cases.default(cases.Device("sm_90", small=False))) / 60)
+  return round(_estimate(cases.default(cases.Device("sm_90", small=False)), "sm_90") / 60)
 
 
 def _seconds_by_part() -> str:
   all_cases = cases.default(cases.Device("sm_90", small=False))
-  return ", ".join(f"{part} {seconds:.0f}" for part, _, seconds in _by_part(all_cases))
+  return ", ".join(f"{part} {seconds:.0f}" for part, _, seconds in _by_part(all_cases, "sm_90"))
 
 
 class _Run:
@@ -322,7 +347,7 @@ class _Run:
         return _attention(case, shared, row)
       finally:
         self.count += 1
-        if case.implementation not in QUICK:
+        if not _is_quick(case, current_target().architecture):
           self.say(f"  prepared {case.fields['read_path'] or case.kind} {case.implementation}")
 
     return [functools.partial(prepare, *of) for of in zip(some, rows, strict=True)]

@@ -57,15 +57,29 @@ class Code:
       op + rest.partition(" ")[0].rstrip(";") for op, rest in named if op in ops
     )
 
+  def loops(self) -> list[tuple[int, int]]:
+    """(first instruction, the one after the last) for each branch that goes back."""
+    found = []
+    for end, (op, operands) in enumerate(zip(self.ops, self.operands, strict=True)):
+      target = re.search(r"\.(L_x_\d+)", operands) if op == "BRA" else None
+      if target and (start := self.labels[target[1]]) <= end:
+        found.append((start, end + 1))
+    return found
+
+  def in_tensor_core_loops(self, *ops: str) -> int:
+    """How many instructions with these opcodes stand in a loop that has tensor core ones."""
+    loops = [span for span in self.loops() if set(TENSOR_CORE_OPS) & set(self.ops[slice(*span)])]
+    inside = set().union(*(range(*span) for span in loops))
+    return sum(self.ops[i] in ops for i in inside)
+
   def inner_loop(self) -> collections.Counter[str] | None:
     """Of the shortest loop that has all tensor core instructions in it, rare branches included."""
     mma = [i for i, op in enumerate(self.ops) if op in TENSOR_CORE_OPS]
-    loops = []
-    for end, (op, operands) in enumerate(zip(self.ops, self.operands, strict=True)):
-      target = re.search(r"\.(L_x_\d+)", operands) if op == "BRA" else None
-      start = self.labels[target[1]] if target else end + 1
-      if mma and start <= mma[0] and mma[-1] <= end:
-        loops.append((end - start, start, end + 1))
+    loops = [
+      (end - start, start, end)
+      for start, end in self.loops()
+      if mma and start <= mma[0] and mma[-1] < end
+    ]
     return self.count(*min(loops)[1:]) if loops else None
 
 

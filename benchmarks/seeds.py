@@ -69,6 +69,7 @@ RATIOS = (
     {(1, 1, 8192): "", (16, 1, 8192): "0.78 (9.63 / 12.35 us)", (64, 1, 8192): ""},
   ),
 )
+A4Q_US = {PROMPT: "18000"}  # in two levels
 HEAD = ("NVFP4 over FP8", "published", "b/q/kv here", "here", "us here")
 
 
@@ -99,6 +100,21 @@ def table(run: Run | None, unmeasured: str = "") -> Table:
   if any("emulated" in row[3] for row in rows):
     notes.append("Emulated A4Q shows what it computes; how fast it is takes FP4 tensor cores.")
   return Table("the published ratios", HEAD, rows, notes, left=3)
+
+
+def a4q_times(run: Run) -> list[Table]:
+  """Times of A4Q by kernels, which say something where a card has nothing to divide them by."""
+  if not run.is_of_kernels:
+    return []
+  rows = []
+  for shape, of in run.attention.items():
+    found = [of.get(name) for name in ("a4q x1", "a4q x2")]
+    if any(found):
+      lengths = shape.batch, shape.q_len, shape.kv_len
+      times = [number(row["us_median"]) if row else "" for row in found]
+      rows.append(("/".join(map(str, lengths)), A4Q_US.get(lengths, ""), *times))
+  head = "b/q/kv", "x2 published", "x1 here", "x2 here"
+  return [Table("A4Q in us, Q in one level and in two", head, rows)] if rows else []
 
 
 def _cells(wanted: Ratio, of: dict[str, dict]) -> tuple[str, ...]:

@@ -52,6 +52,11 @@ class TritonReport:
     """Tensor core instructions in machine code, with their modifiers."""
     return self.code.with_modifiers(*TENSOR_CORE_OPS)
 
+  @property
+  def spills_of_loops(self) -> int:
+    """Instructions that spill, or load what was, in the loops over keys."""
+    return self.code.in_tensor_core_loops("STL", "LDL")
+
 
 def compile_case(case: Case, cache: pathlib.Path = DEFAULT_CACHE) -> TritonReport:
   """Lowers a case in a process of its own, and assembles its kernel.
@@ -84,8 +89,10 @@ def compile_case(case: Case, cache: pathlib.Path = DEFAULT_CACHE) -> TritonRepor
 
 def verdict(case: Case, report: TritonReport) -> str:
   """`ok`, or what is wrong with a case that compiles."""
-  if report.spills:
-    return f"FAIL spills {report.spills} bytes"
+  if report.spills > case.max_spills:
+    return f"FAIL spills {report.spills} bytes, more than {case.max_spills}"
+  if report.spills_of_loops:
+    return f"FAIL {report.spills_of_loops} spills in loops over keys"
   if report.registers > MAX_REGISTERS:
     return f"FAIL more than {MAX_REGISTERS} registers"
   if report.smem > SMEM_BYTES:

@@ -1,6 +1,7 @@
 """Calls of prefill and decode on sm_120, as data: what is compiled ahead of time, and timed.
 
-Shapes are those of a served model: 8 KV heads, 32 query heads, head_dim 128, pages of 16 tokens.
+Shapes are those of a served model: 8 KV heads, 32 query heads, head_dim 128, pages of 16 tokens,
+where a case does not say otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from nvfp4_pallas.ops.prefill import resolve_prefill
 from nvfp4_pallas.ops.request import attention_request, attention_spec
 
 TARGET = "sm_120"
-GROUP, PAGE_SIZE = 4, 16
 SMEM_BYTES = 99 * 1024  # of a block, on sm_120
 MAX_REGISTERS = 255  # of a thread; with 256 threads a block that is all there are
 
@@ -33,7 +33,10 @@ class Case:
     read_path, q_levels, k_format, v_format: the numerics.
     seqs, q_len, kv_len: of a batch of equal sequences; decode where q_len is 1.
     head_dim: of K and V.
-    window: as in ops.prefill, or None.
+    group, page_size: of the cache and its queries.
+    window, soft_cap: as in ops.prefill, or None.
+    max_spills: bytes of spill stores and loads that there may be before and after the loops over
+      keys; in those, none.
   """
 
   name: str
@@ -43,7 +46,11 @@ class Case:
   k_format: str = "nvfp4"
   v_format: str = "nvfp4"
   head_dim: int = 128
+  group: int = 4
+  page_size: int = 16
   window: int | None = None
+  soft_cap: float | None = None
+  max_spills: int = 0
 
   @property
   def decodes(self) -> bool:
@@ -52,20 +59,20 @@ class Case:
   def build(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The function and its abstract arguments. Trace it for the target (dispatch.use_target)."""
     operation = nv.decode if self.decodes else nv.prefill
-    run = partial(operation, read_path=self.read_path, q_levels=self.q_levels, window=self.window)
-    return run, self.arguments()
+    options = {"q_levels": self.q_levels, "window": self.window, "soft_cap": self.soft_cap}
+    return partial(operation, read_path=self.read_path, **options), self.arguments()
 
   def arguments(self) -> tuple[Any, ...]:
     """(q, cache, batch)."""
     seqs, q_len, kv_len = self.shape
-    options = {"head_dim": self.head_dim, "page_size": PAGE_SIZE}
+    options = {"head_dim": self.head_dim, "page_size": self.page_size}
     cache = abstract_cache(self.k_format, self.v_format, **options)
-    return queries(cache, seqs, q_len, GROUP, kv_len // PAGE_SIZE)
+    return queries(cache, seqs, q_len, self.group, kv_len // self.page_size)
 
   def resolve(self) -> Resolved:
     """Who runs it on the current target."""
     q, cache, batch = self.arguments()
-    options = {"causal": True, "sm_scale": None, "soft_cap": None}
+    options: Any = {"causal": True, "sm_scale": None, "soft_cap": self.soft_cap}
     spec = attention_spec(q, self.read_path, window=self.window, q_levels=self.q_levels, **options)
     if self.decodes:
       return resolve_decode(attention_request(q, cache, spec, max_pages=batch.max_pages))
@@ -75,7 +82,7 @@ class Case:
   def config(self) -> Config:
     """How the kernel is cut."""
     seqs, q_len, _ = self.shape
-    return choose_config(seqs * q_len, seqs, GROUP, self.decodes)
+    return choose_config(seqs * q_len, seqs, self.group, self.decodes)
 
   @property
   def loops(self) -> int:
@@ -104,6 +111,12 @@ CASES = (
   Case("prefill/a4q", "nvfp4_a4q"),
   Case("prefill/a4q_1_level", "nvfp4_a4q", q_levels=1),
   Case("prefill/a4q_64_window", "nvfp4_a4q", q_levels=1, head_dim=64, window=300),
+  # Two levels of Q take all registers, and what a window or a division by the group needs as well
+  # is spilled.
+  Case("prefill/a4q_window", "nvfp4_a4q", window=300, max_spills=200),
+  Case("prefill/a4q_window_soft_cap", "nvfp4_a4q", window=300, soft_cap=30.0, max_spills=136),
+  Case("prefill/a4q_group_5_page_64", "nvfp4_a4q", group=5, page_size=64, max_spills=104),
+  Case("prefill/a4q_group_7", "nvfp4_a4q", group=7, max_spills=64),
   Case("prefill/dequant", "nvfp4_dequant"),
   Case("prefill/repack", "nvfp4_repack"),
   Case("prefill/fp8", **WIDE["fp8"]),
@@ -111,7 +124,12 @@ CASES = (
   Case("chunk/a4q", "nvfp4_a4q", CHUNK),
   Case("chunk/dequant", "nvfp4_dequant", CHUNK),
   Case("tail/a4q", "nvfp4_a4q", TAIL),
+  Case("tail/a4q_group_7", "nvfp4_a4q", TAIL, group=7, max_spills=160),
   Case("tail/dequant", "nvfp4_dequant", TAIL),
   Case("decode/a4q", "nvfp4_a4q", DECODE),
   Case("decode/dequant", "nvfp4_dequant", DECODE),
 )
+
+
+def named(name: str) -> Case:
+  return next(case for case in CASES if case.name == name)

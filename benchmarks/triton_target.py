@@ -20,7 +20,7 @@ def main(argv: list[str]) -> None:
   from benchmarks import triton_cases
   from nvfp4_pallas.dispatch import Target, use_target
 
-  case = next(case for case in triton_cases.CASES if case.name == name)
+  case = triton_cases.named(name)
   function, arguments = case.build()
   with use_target(Target(triton_cases.TARGET)):
     traced = jax.jit(function).trace(*arguments)

@@ -1,11 +1,14 @@
 """`python -m benchmarks dispatch` says who runs what, and fails where an instruction is missing."""
 
+import dataclasses
 from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from benchmarks import dispatch, triton_aot
+from benchmarks import aot, aot_cases, dispatch, triton_aot
 from benchmarks.aot import AotError, MissingError
+from nvfp4_pallas.dispatch import Target, use_target
+from nvfp4_pallas.kernels import triton_launch
 from tests.base import TestCase
 
 
@@ -34,7 +37,7 @@ class DispatchTest(TestCase):
 
   def compiled(self, ops=None, error=None):
     """The command's decode phase with a compiler that gives this."""
-    case = next(case for case in dispatch.triton_cases.CASES if case.name == "decode/a4q")
+    case = dispatch.triton_cases.named("decode/a4q")
     wanted = case.products()
     ops = ops or {triton_aot.FP4_OPCODE: wanted["OMMA"], triton_aot.BF16_OPCODE: wanted["HMMA"]}
     line = "        /*0010*/                   {} R8, R4, R6, R8 ;\n"
@@ -45,6 +48,7 @@ class DispatchTest(TestCase):
       mock.patch.object(triton_aot, "compile_case", return_value=report, side_effect=error),
       mock.patch("nvfp4_pallas.kernels.triton_launch.check_installed"),
       mock.patch("importlib.metadata.version", return_value="1.2.3"),
+      mock.patch.object(aot, "ptxas_version", return_value="13.0.88"),
     ):
       return self.run_command("--target", "sm_120", "--phase", "decode")
 
@@ -58,6 +62,9 @@ class DispatchTest(TestCase):
   def test_names_the_instructions(self):
     status, text = self.compiled()
     self.assertEqual(status, 0)
+    self.assertStartsWith(text, "sm_120: who runs what, by jax 1.2.3, jax-triton 1.2.3, ")
+    self.assertIn(", ptxas 13.0.88; nothing was run\n", text)
+    self.assertLessEqual(max(map(len, text.splitlines())), 100)
     self.assertIn("  Q K^T       16 x OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X, K's codes as", text)
     self.assertIn("  P V         32 x HMMA.16816.F32.BF16\n", text)
     self.assertIn("100 registers, 0 bytes spilled, 1024 bytes of shared memory, 48 instr", text)
@@ -66,6 +73,39 @@ class DispatchTest(TestCase):
     status, text = self.compiled(ops={triton_aot.BF16_OPCODE: 96})
     self.assertEqual(status, 1)
     self.assertIn("FAIL products are {'HMMA.16816.F32.BF16': 96}, not", text)
+
+  def test_without_an_assembler(self):
+    with mock.patch.object(aot, "_find_tool", side_effect=MissingError("ptxas is missing")):
+      status, text = self.run_command("--target", "sm_100")
+    self.assertEqual(status, 1)
+    self.assertEqual(text, "ptxas is missing\n`--no-compile` leaves the instructions out")
+
+  def test_version_of_the_assembler(self):
+    said = "Cuda compilation tools, release 13.0, V13.0.88\nBuild cuda_13.0.r13.0/compiler.1_0\n"
+    with (
+      mock.patch.object(aot, "_find_tool", return_value="ptxas"),
+      mock.patch.object(aot, "run", return_value=said),
+    ):
+      self.assertEqual(aot.ptxas_version(), "13.0.88")
+
+  def test_all_that_sm_100_runs_is_compiled(self):
+    known = {case.name for case in aot_cases.CASES}
+    for case in dispatch.triton_cases.CASES:
+      with use_target(Target("sm_100")), mock.patch.object(triton_launch, "check_installed"):
+        runs = case.resolve().implementation == "mosaic_sm100"
+      self.assertEqual(runs, case.name in aot_cases.ON_SM_100)
+      self.assertEqual(runs, dispatch.name_on_sm_100(case) in known)
+
+  def test_fails_where_a_case_is_not_compiled(self):
+    case = dispatch.triton_cases.named("tail/a4q")
+    case = dataclasses.replace(case, name="tail/another")
+    with (
+      mock.patch.object(dispatch.triton_cases, "CASES", (case,)),
+      mock.patch.object(aot, "ptxas_version", return_value="13.0.88"),
+    ):
+      status, text = self.run_command("--target", "sm_100", "--phase", "tail")
+    self.assertEqual(status, 1)
+    self.assertIn("FAIL aot has no case sm100/tail_another", text)
 
   def test_fails_where_nothing_compiles(self):
     for error in (AotError("it does not compile"), MissingError("ptxas is missing")):

@@ -1,11 +1,13 @@
 """The kernel for sm_100 under GPU interpret mode against float64, on the same decoded bytes.
 
-The interpreter has no block-scaled product: decoded values are multiplied in its place, and what
-orders scales for tensor memory is checked apart.
+The interpreter has no block-scaled product: a model takes the place of two calls, with the same
+references (kernels/block_scaled_mma.py). What orders scales for tensor memory, and that hardware
+gets what the model gets, is checked apart.
 """
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from absl.testing import absltest, parameterized
 import nvfp4_pallas as nv
 from nvfp4_pallas.dispatch import Target, use_target
 from nvfp4_pallas.kernels import attention_mosaic_sm100 as kernel
+from nvfp4_pallas.kernels import block_scaled_mma
 from nvfp4_pallas.ops.decode import resolve_decode
 from nvfp4_pallas.ops.merge import merge_splits
 from nvfp4_pallas.ops.prefill import resolve_prefill
@@ -76,6 +79,26 @@ class AttentionTest(TestCase):
     self.assertEqual((out.shape, lse.shape), ((0, 8, 64), (0, 8)))
 
 
+class HardwareTest(TestCase):
+  """Tcgen05 hands on what Modelled computes with; all else of the kernel they share."""
+
+  def test_operands(self):
+    acc, a, b, a_scale, b_scale = (mock.Mock(name=name) for name in ("acc", *"ab", "sa", "sb"))
+    with mock.patch.object(block_scaled_mma.plgpu, "tcgen05_mma") as product:
+      for accumulate in (False, True):
+        block_scaled_mma.Tcgen05.multiply(acc, a, b, a_scale, b_scale, accumulate=accumulate)
+    b.transpose.assert_called_with((1, 0))
+    scales = {"a_scale": a_scale, "b_scale": b_scale}
+    operands = acc, a, b.transpose.return_value
+    wanted = [mock.call(*operands, **scales, accumulate=later) for later in (False, True)]
+    self.assertEqual(product.call_args_list, wanted)
+
+  def test_scales(self):
+    with mock.patch.object(block_scaled_mma.plgpu, "async_copy_scales_to_tmem") as copy:
+      block_scaled_mma.Tcgen05.copy_scales("smem", "tmem")
+    copy.assert_called_once_with("smem", "tmem")
+
+
 class ScalesTest(TestCase):
   def test_order_in_tensor_memory(self):
     """A lane for each of 32 rows, four words for the four such groups of rows, four scales a word;
@@ -121,6 +144,7 @@ class ResolveTest(TestCase):
     shape = {"num_seqs": 1, "num_tokens": 16, "num_kv_heads": 8, "max_keys": 16384}
     with use_target(Target("sm_100")):
       self.assertIn("keys in 16 runs", resolve_prefill(self.request_of(**shape)).reason)
+      self.assertNotIn("keys in", resolve_prefill(self.request_of(num_seqs=300)).reason)
 
 
 if __name__ == "__main__":

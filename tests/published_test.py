@@ -127,6 +127,46 @@ class CommandTest(MatrixTestCase):
     self.assertRegex(errors, f"needs {package} .* found None: pip install '{package}>=")
     self.assertIn("not measured here", printed)
 
+  def test_where_a_card_has_a4q_alone(self):
+    """It says so before it runs, and gives A4Q's times, which it has."""
+    others = ("bf16", "fp8", "nvfp4_dequant", "nvfp4_repack")
+    self.faults = {path: NotImplementedError("the kernel has A4Q alone") for path in others}
+    code, printed, errors = self.run_published(architecture="sm_100")
+    self.assertEqual(code, 0)
+    self.assertStartsWith(
+      errors,
+      "mosaic_sm100 has no dequant, repack, fp8, bf16: no published ratio that these are part of",
+    )
+    for claim in CLAIMS:
+      self.assertRegex(printed, rf"{re.escape(claim)} +[\d/]+ +not measured here\n")
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    self.assertIn("1/16384/16384 18000 2.00 2.00", lines)
+
+  def test_a_card_with_all_paths_has_no_such_warning(self):
+    for architecture in ("sm_90", "sm_120"):
+      with use_target(Target(architecture)), mock.patch.object(triton_launch, "check_installed"):
+        self.assertIsNone(published.incomparable())
+
+  @parameterized.parameters(
+    (("--seconds", "-1"), "seconds must be positive, got -1.0"),
+    (("--out", "."), "out must be a file, . is a folder"),
+  )
+  def test_bad_options(self, argv, message):
+    error = io.StringIO()
+    with contextlib.redirect_stderr(error), self.assertRaises(SystemExit) as raised:
+      published.main([*argv])
+    self.assertEqual(raised.exception.code, 2)
+    self.assertIn(message, error.getvalue())
+
+  def test_what_the_cases_of_a_card_would_take(self):
+    seconds = []
+    with mock.patch.object(triton_launch, "check_installed"):
+      for architecture in ("sm_90", "sm_100", "sm_120"):
+        _, printed, _ = self.run_published("--list", architecture=architecture)
+        seconds.append(re.search(r"(\d+) cases, about (\d+) s on an H200", printed).groups())
+    self.assertLen(set(seconds), 1)
+    self.assertGreater(int(seconds[0][1]), 30)
+
   def test_list_and_rows_that_are_there(self):
     self.assertEqual(self.run_published("--list", architecture="sm_90")[0], 0)
     self.assertEqual(self.prepared, [])

@@ -3,6 +3,8 @@
 No GPU is needed. Skipped where Triton or JAX's CUDA compiler can neither be found nor downloaded.
 """
 
+import dataclasses
+
 from absl.testing import absltest, parameterized
 
 from benchmarks import triton_aot, triton_cases
@@ -11,19 +13,25 @@ from nvfp4_pallas.kernels.attention_triton_sm120 import KEYS
 from tests.base import TestCase
 from tests.triton_version import need_triton
 
-# The commands compile all of them; these have every kind of loop.
+# The commands compile all of them; these have every kind of loop, every number of rows and each
+# reason to spill.
 TESTED = (
   "prefill/a4q",
+  "prefill/a4q_1_level",
   "prefill/a4q_64_window",
+  "prefill/a4q_window",
+  "prefill/a4q_group_7",
   "prefill/dequant",
+  "tail/a4q",
   "decode/a4q",
+  "decode/dequant",
 )
 
 
 class CompileTest(TestCase):
   @parameterized.parameters(*TESTED)
   def test_case(self, name):
-    (case,) = (case for case in triton_cases.CASES if case.name == name)
+    case = triton_cases.named(name)
     need_triton(self)
     try:
       report = triton_aot.compile_case(case)
@@ -53,7 +61,7 @@ class VerdictTest(TestCase):
   """What makes a compiled kernel fail."""
 
   def report(self, **changes):
-    (case,) = (case for case in triton_cases.CASES if case.name == "prefill/a4q_1_level")
+    case = triton_cases.named("prefill/a4q_1_level")
     wanted = case.products()
     line = "        /*0010*/                   {} R8, R4, R6, R8 ;"
     ops = [triton_aot.FP4_OPCODE] * wanted["OMMA"] + [triton_aot.BF16_OPCODE] * wanted["HMMA"]
@@ -66,13 +74,25 @@ class VerdictTest(TestCase):
 
   @parameterized.parameters(
     ({"registers": 256}, "more than 255 registers"),
-    ({"spills": 8}, "spills 8 bytes"),
+    ({"spills": 8}, "spills 8 bytes, more than 0"),
     ({"smem": 2**20}, "1048576 bytes of shared memory, there are 101376"),
     ({"ptx": "cvt.rn.f16x2.e2m1x2 a, b;"}, "E2M1 is converted"),
     ({"sass": ""}, "products are {}, not"),
   )
   def test_fails(self, changes, reason):
     self.assertStartsWith(triton_aot.verdict(*self.report(**changes)), f"FAIL {reason}")
+
+  def test_spills_of_a_case_that_may_are_outside_its_loops(self):
+    case, report = self.report(spills=8)
+    case = dataclasses.replace(case, max_spills=8)
+    self.assertEqual(triton_aot.verdict(case, report), "ok")
+    load = "        /*0010*/                   LDL R8, [R1] ;"
+    back = "        /*0010*/               @P0 BRA `(.L_x_0) ;"
+    outside = f"{load}\n.L_x_0:\n{report.sass}\n{back}\n{load}"
+    report = dataclasses.replace(report, sass=outside)
+    self.assertEqual(triton_aot.verdict(case, report), "ok")
+    inside = dataclasses.replace(report, sass=f".L_x_0:\n{load}\n{report.sass}\n{back}")
+    self.assertEqual(triton_aot.verdict(case, inside), "FAIL 1 spills in loops over keys")
 
   def test_an_emulated_product_fails(self):
     case, report = self.report()

@@ -31,9 +31,9 @@ Nothing that a row does not see can change it, with the exception that attention
 names: a faulty V of a key that other rows of the query tile see.
 
 COMPILED, NOT RUN: no such GPU was at hand. The tests read the instructions out of PTX and machine
-code, and interpret everything but the FP4 product on a CPU, in whose place the interpreter, which
-has none, multiplies decoded values. How hardware rounds sums of products, and every speed, are not
-known.
+code, and interpret all of it on a CPU but two calls, the FP4 product and the copy of its scales,
+which are modelled there (block_scaled_mma.py). How hardware rounds sums of products, and every
+speed, are not known.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from nvfp4_pallas import format as nvfp4
 from nvfp4_pallas.batch import RaggedBatch
 from nvfp4_pallas.cache import PagedKVCache, pool_arrays
 from nvfp4_pallas.kernels import blackwell
+from nvfp4_pallas.kernels.block_scaled_mma import Modelled, Tcgen05
 from nvfp4_pallas.kernels.kv_loaders import (
   KEY,
   KEYS,
@@ -191,6 +192,7 @@ def _run(
   scales = jnp.stack([cache.k.decode_scale * spec.sm_scale, cache.v.decode_scale])
   run_keys = min(page_size, KEYS)  # keys of a tile that lie in one page
   grid = {"split": num_splits, "kv_head": kv_heads, "tile": num_tiles}
+  fp4 = Tcgen05 if interpret is None else Modelled
 
   def kernel(
     work_gmem, table_gmem, scales_gmem, q_gmem, q_scale_gmem, k_gmem, k_scale_gmem, *refs, **scratch
@@ -221,25 +223,19 @@ def _run(
         v_loader.fetch(v_gmem, 0, v_raw, place)
 
     def start_scores(slot):
-      if interpret is not None:
-        return
-      plgpu.async_copy_scales_to_tmem(k_scale_smem.at[slot], k_scale_tmem)
+      fp4.copy_scales(k_scale_smem.at[slot], k_scale_tmem)
       for level in range(levels):
-        plgpu.tcgen05_mma(
+        fp4.multiply(
           s_tmem,
           q_smem.at[level],
-          k_smem.at[slot].transpose((1, 0)),
-          a_scale=q_scale_tmem[level],
-          b_scale=k_scale_tmem,
+          k_smem.at[slot],
+          q_scale_tmem[level],
+          k_scale_tmem,
           accumulate=level > 0,
         )
       plgpu.tcgen05_commit_arrive(s_done)
 
-    def finished_scores(slot):
-      if interpret is not None:
-        k = _decoded(k_smem[slot], k_scale_smem[slot])
-        rows = [_decoded(q_smem[i], q_scale_smem[i]) for i in range(levels)]
-        return sum(jnp.dot(row, k.T, precision="highest") for row in rows)
+    def finished_scores():
       plgpu.barrier_wait(s_done)
       s = plgpu.async_load_tmem(s_tmem, layout=SCORES)
       plgpu.wait_load_tmem()
@@ -283,7 +279,7 @@ def _run(
       key = key_tile * KEYS + plgpu.broadcasted_iota(jnp.int32, (KEYS,), 0, layout=KEY)
       live = (key >= item.key_begin) & (key < item.key_end)
       v_loader.widen(v_raw, slot, 0, live, v_smem.at[slot])
-      s = masked(finished_scores(slot), key_tile)
+      s = masked(finished_scores(), key_tile)
       new_max = jnp.maximum(row_max, jnp.max(s, axis=1))
       # A row that has seen nothing yet has maximum -inf; 0 in its place keeps exp2 from NaN.
       anchor = jnp.where(new_max == NEG_INF, 0.0, new_max)
@@ -318,9 +314,8 @@ def _run(
     row_smem[...] = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)
     row_max = plgpu.layout_cast(jnp.full((ROWS,), NEG_INF, jnp.float32), ROW)
     plgpu.barrier_wait(q_ready)
-    if interpret is None:
-      for level in range(levels):
-        plgpu.async_copy_scales_to_tmem(q_scale_smem.at[level], q_scale_tmem[level])
+    for level in range(levels):
+      fp4.copy_scales(q_scale_smem.at[level], q_scale_tmem[level])
     row_max = lax.fori_loop(item.tile_begin, item.tile_end, step, row_max)
 
     @pl.when(some)
@@ -388,11 +383,3 @@ def _scratch(levels: int, head_dim: int, v_loader: Loader, page_size: int) -> di
 
 def _load_rows(ref) -> jax.Array:
   return plgpu.load(ref, layout=ROW, optimized=False)
-
-
-def _decoded(codes: jax.Array, scales: jax.Array) -> jax.Array:
-  """For the interpreter: float32 [128, head_dim] of codes and scales as the product takes them."""
-  scales = scales[0].astype(jnp.float32)  # [words, 32, 16]
-  words = scales.shape[0]
-  by_row = scales.reshape(words, 32, 4, WORD).transpose((2, 1, 0, 3)).reshape(128, words * WORD)
-  return codes.astype(jnp.float32) * jnp.repeat(by_row, nvfp4.SCALE_BLOCK, axis=1)

@@ -40,7 +40,8 @@ def _splits_to_fill_a_gpu(request: AttentionRequest) -> int:
 
 def _choose(request: AttentionRequest) -> tuple[int, str]:
   splits = request.num_splits or _splits_to_fill_a_gpu(request)
-  return splits, f"{blackwell.products(request)}; keys in {splits} runs"
+  runs = f"; keys in {splits} runs" if splits > 1 else ""
+  return splits, blackwell.products(request) + runs
 
 
 def _choose_prefill(request: AttentionRequest) -> tuple[Callable, str]:
