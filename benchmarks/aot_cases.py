@@ -371,6 +371,7 @@ ON_SM_100 = (
   "prefill/a4q_group_7",
   "chunk/a4q",
   "tail/a4q",
+  "tail/a4q_64",
   "tail/a4q_group_7",
   "decode/a4q",
 )

@@ -153,9 +153,11 @@ def instructions(products: Mapping[str, int], report: Any, code: Code, verdict: 
     who = "Q K^T, P V" if not fp4 else "Q K^T     " if op.startswith(FP4) else "P V       "
     as_stored = ", K's codes as they are stored" if op.startswith(FP4) else ""
     lines.append(f"{who}  {count} x {op}{as_stored}")
+  outside = report.spills and not code.in_tensor_core_loops("STL", "LDL")
+  spills = f"{report.spills} bytes spilled" + " outside the loops over keys" * bool(outside)
   lines.append(
-    f"{report.registers} registers, {report.spills} bytes spilled, {report.smem} bytes of shared "
-    f"memory, {code.count().total()} instructions; {verdict}"
+    f"{report.registers} registers, {spills}, {report.smem} bytes of shared memory, "
+    f"{code.count().total()} instructions; {verdict}"
   )
   return "\n".join("  " + line for line in lines), verdict == "ok"
 

@@ -124,6 +124,7 @@ CASES = (
   Case("chunk/a4q", "nvfp4_a4q", CHUNK),
   Case("chunk/dequant", "nvfp4_dequant", CHUNK),
   Case("tail/a4q", "nvfp4_a4q", TAIL),
+  Case("tail/a4q_64", "nvfp4_a4q", (4, 16, 16384), head_dim=64, max_spills=16),
   Case("tail/a4q_group_7", "nvfp4_a4q", TAIL, group=7, max_spills=160),
   Case("tail/dequant", "nvfp4_dequant", TAIL),
   Case("decode/a4q", "nvfp4_a4q", DECODE),

@@ -27,6 +27,7 @@ LEFT_OUT = (
   "sm100/prefill_a4q_group_7",
   "sm100/chunk_a4q",
   "sm100/tail_a4q",
+  "sm100/tail_a4q_64",
   "sm100/tail_a4q_group_7",
   "sm100/decode_a4q",
 )

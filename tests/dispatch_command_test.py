@@ -7,6 +7,7 @@ from absl.testing import absltest, parameterized
 
 from benchmarks import aot, aot_cases, dispatch, triton_aot
 from benchmarks.aot import AotError, MissingError
+from benchmarks.sass import Code
 from nvfp4_pallas.dispatch import Target, use_target
 from nvfp4_pallas.kernels import triton_launch
 from tests.base import TestCase
@@ -68,6 +69,15 @@ class DispatchTest(TestCase):
     self.assertIn("  Q K^T       16 x OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X, K's codes as", text)
     self.assertIn("  P V         32 x HMMA.16816.F32.BF16\n", text)
     self.assertIn("100 registers, 0 bytes spilled, 1024 bytes of shared memory, 48 instr", text)
+
+  def test_says_that_spills_are_outside_the_loops(self):
+    report = mock.Mock(registers=255, spills=56, smem=1024)
+    code = Code.parse("  /*0010*/   LDL R8, [R1] ;")
+    lines, _ = dispatch.instructions({}, report, code, "ok")
+    self.assertIn("255 registers, 56 bytes spilled outside the loops over keys, 1024 by", lines)
+    loop = ".L_x_0:\n /*0010*/  LDL R8, [R1] ;\n /*0010*/ HMMA R8 ;\n /*0010*/ BRA `(.L_x_0) ;"
+    lines, _ = dispatch.instructions({}, report, Code.parse(loop), "ok")
+    self.assertIn("255 registers, 56 bytes spilled, 1024 by", lines)
 
   def test_fails_where_products_are_emulated(self):
     status, text = self.compiled(ops={triton_aot.BF16_OPCODE: 96})

@@ -16,8 +16,10 @@ hold: `triton_fp4.py` (the format), `triton_keys.py` (pages, tiles), `triton_lau
     fp8                                                         64 + 64     649
     bf16                                                        64 + 64     536
 
-(Of tiles that all rows see, by Triton 3.9.0. 194 to 255 registers, none spilled.) `nvfp4_repack`
-makes BF16 pages of all that the page table names, and reads those.
+(Of tiles that all rows see, by Triton 3.9.0 and ptxas 13.0.88. 194 to 255 registers, none spilled;
+with two levels and a window, or a group that is no power of two, up to 200 bytes are, before and
+after the loops over keys and none in them.) `nvfp4_repack` makes BF16 pages of all that the page
+table names, and reads those.
 
 When V of a key is not finite (a faulty block), rows of the same query tile that do not see the key
 also become NaN in the columns concerned, if other rows of the tile do see it.

@@ -77,8 +77,8 @@ def _choose_decode(request: AttentionRequest) -> tuple[Callable, str]:
   from nvfp4_pallas.kernels import attention_triton_sm120 as kernel
 
   num_splits = request.num_splits or kernel.splits_to_fill_a_gpu(request, one_each=True)
-  why = f"{blackwell.products(request)}; keys in {num_splits} runs"
-  return functools.partial(_decode, splits=num_splits), why
+  runs = f"; keys in {num_splits} runs" if num_splits > 1 else ""
+  return functools.partial(_decode, splits=num_splits), blackwell.products(request) + runs
 
 
 def _attend(q, cache, batch, spec, new_kv, sinks, *, num_splits, ahead=False, one_each=False):
