@@ -26,7 +26,7 @@ from benchmarks.serve_engine import Engine
 from benchmarks.serve_formats import Format
 from benchmarks.serve_metrics import measure
 from benchmarks.serve_model import MODELS, Measured, Model
-from benchmarks.serve_run import Run, serve
+from benchmarks.serve_run import Interrupted, Run, serve
 from benchmarks.serve_setup import Setup
 from benchmarks.serve_workloads import Workload
 from benchmarks.sources import kernel_hash
@@ -160,6 +160,9 @@ def run(
     setup: its model is the decoder's, and most_chunks is a number.
     model_costs: of an engine of another format on this machine; None: they are timed first.
     compilers: steps that are compiled at a time.
+
+  Raises:
+    Interrupted: by the user; its run is the live one.
   """
   if setup.most_chunks is None:
     raise ValueError("most_chunks must be a number for a live run, got None")
@@ -188,7 +191,11 @@ def run(
   options = {"concurrency": setup.concurrency, "time_scale": setup.time_scale}
   live = serve(workload, scheduler, engine, keep_decisions=True, **options)
   predicted = dataclasses.replace(setup, model_costs=model_costs)
-  simulated = predicted.simulate(workload, format, keep_decisions=True)
+  try:
+    simulated = predicted.simulate(workload, format, keep_decisions=True)
+  except KeyboardInterrupt:
+    live.error = "interrupted before it was simulated"
+    raise Interrupted(live) from None
   return Pair(
     format,
     live,
@@ -278,13 +285,20 @@ def judge(setup: Setup, workload: Workload, pair: Pair) -> list[str]:
   ]
 
 
-def row_fields(pair: Pair, revision: str | None) -> dict[str, Any]:
-  """Of a row: where and by what it was run, and how the simulator did."""
+def where(revision: str | None) -> dict[str, Any]:
+  """Of a row: where and when it was run."""
   return {
     "device": jax.devices()[0].device_kind,
     "jax_version": jax.__version__,
     "git_revision": revision or git_revision(),
     "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+  }
+
+
+def row_fields(pair: Pair, revision: str | None) -> dict[str, Any]:
+  """Of a row: where and by what it was run, and how the simulator did."""
+  return {
+    **where(revision),
     "kernel_names": pair.kernels,
     "kernel_hash": kernel_hash(pair.kernels),
     "traces": pair.traces,

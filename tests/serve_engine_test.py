@@ -224,6 +224,25 @@ class LiveCommandTest(TestCase):
     # The model is timed once, for all formats.
     self.assertEqual(rows[0]["model_costs"], live["model_costs"])
 
+  def test_interrupted(self):
+    """In a step, and when the live run is done and its simulation is not."""
+    small = ("--formats", "bf16", "--budget", "64", "--max-num-seqs", "2", "--max-chunks", "1")
+    small += ("--pool-gib", "0.0001", "--requests", "2", "--prompt", "60", "--output", "6")
+    path = self.folder / "rows.jsonl"
+    for of, method, error, served in (
+      (Engine, "execute", "interrupted in step 0", 0),
+      (Setup, "simulate", "interrupted before it was simulated", 2),
+    ):
+      with mock.patch.object(of, method, side_effect=KeyboardInterrupt):
+        code, out, err = self.run_live(*small, "--out", str(path))
+      self.assertEqual(code, 130)
+      self.assertIn(f"bf16: {error}; its row counts", err)
+      self.assertRegex(out, r"\nbf16 .* 0\n")
+      (row,) = map(json.loads, path.read_text().splitlines())
+      self.assertEqual((row["run"], row["error"]), ("live", error))
+      self.assertEqual(row["request_success"], served)
+      path.unlink()
+
   def test_a_pool_of_fewer_layers_is_their_share(self):
     """Of 20 GiB for two layers one has 10."""
     self.enter_context(mock.patch.dict(serve_model.MODELS, {"llama-8b": TINY}))

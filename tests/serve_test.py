@@ -2,19 +2,21 @@
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import pathlib
 import tempfile
+from unittest import mock
 
 from absl.testing import absltest, parameterized
 
-from benchmarks import cli, serve, serve_table
+from benchmarks import cli, serve, serve_sweeps, serve_table
 from benchmarks.serve_costs import Times
 from benchmarks.serve_formats import FORMATS
 from benchmarks.serve_metrics import Percentiles, Slo, measure
 from benchmarks.serve_pages import PagePool
-from benchmarks.serve_run import Usage
+from benchmarks.serve_run import Interrupted, Usage
 from benchmarks.serve_run import serve as run_serve
 from benchmarks.serve_scheduler import Scheduler
 from benchmarks.serve_setup import GIB, Setup
@@ -103,7 +105,10 @@ class RunTest(TestCase):
           raise KeyboardInterrupt
         return super().execute(step)
 
-    run = run_serve(Workload("", (Item(0.0, 4, 1), Item(3.0, 4, 2))), scheduler(), Impatient())
+    items = (Item(0.0, 4, 1), Item(3.0, 4, 2))
+    with self.assertRaises(Interrupted) as raised:
+      run_serve(Workload("", items), scheduler(), Impatient())
+    run = raised.exception.run
     self.assertEqual(run.error, "interrupted in step 2")
     metrics = measure(run)
     self.assertEqual((metrics.request_success, metrics.generation_tokens), (1, 1))
@@ -241,6 +246,63 @@ class CommandTest(TestCase):
     self.assertEqual(code, 0)
     self.assertIn("bf16: pool_bytes must hold at least a page of 2,097,152 bytes of bf16", err)
     self.assertNotRegex(out, "\nbf16 ")
+
+  def interrupted_at(self, step):
+    """Interrupts that scheduling step, of all runs together: not where a step is executed."""
+    real, taken = Scheduler.schedule, itertools.count(1)
+
+    def schedule(scheduler):
+      if next(taken) == step:
+        raise KeyboardInterrupt
+      return real(scheduler)
+
+    return mock.patch.object(Scheduler, "schedule", schedule)
+
+  def test_interrupted(self):
+    """The first format is whole, the second is cut and says so, the third does not run."""
+    rows = self.folder / "rows.jsonl"
+    small = ("--requests", "4", "--prompt", "900", "--output", "9", "--spread", "0")
+    formats = ("--formats", "fp8", "nvfp4", "bf16")
+    with self.interrupted_at(14):  # each takes 9 steps
+      code, out, err = self.run_serve(*small, *formats, "--out", str(rows))
+    self.assertEqual(code, 130)
+    self.assertIn("nvfp4: interrupted in step 4; its row counts what was served until then", err)
+    self.assertRegex(out, r"fp8 .* 4 +0\n")
+    self.assertRegex(out, r"nvfp4 .* 0 +0\n")
+    self.assertNotIn("bf16", out)
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    self.assertEqual(
+      [(row["format"], row["error"], row["steps"]) for row in found],
+      [("fp8", None, 9), ("nvfp4", "interrupted in step 4", 4)],
+    )
+
+  def test_an_interrupted_sweep_keeps_its_points(self):
+    rows = self.folder / "rows.jsonl"
+    small = ("--requests", "4", "--prompt", "900", "--output", "9", "--spread", "0")
+    with self.interrupted_at(23):  # in the second point, 18 a point
+      code, out, err = self.run_serve("--sweep", "reuse", *small, "--out", str(rows))
+    self.assertEqual(code, 130)
+    self.assertIn("interrupted after 1 points", err)
+    self.assertRegex(out, "\n0 % nvfp4 ")
+    self.assertNotIn("25 %", out)
+    self.assertLen(rows.read_text().splitlines(), 1)
+
+  def test_an_interrupted_capacity_sweep(self):
+    """In the second point of the second context: its cell is empty."""
+    of = {"CONTEXTS": (64, 128), "CONCURRENCIES": (1, 2)}
+    with mock.patch.multiple(serve_sweeps, **of), self.interrupted_at(50):
+      code, out, err = self.run_serve("--sweep", "capacity", "--output", "4")
+    self.assertEqual(code, 130)
+    self.assertIn("interrupted after 3 points", err)
+    self.assertRegex(out, r"\n128 +1\.[0-9]+ +-\n")
+
+  def test_an_interrupt_without_a_run(self):
+    with mock.patch.object(Setup, "simulate", side_effect=KeyboardInterrupt):
+      code, _, err = self.run_serve("--formats", "fp8")
+      self.assertEqual((code, err), (130, "interrupted before fp8 was served\n"))
+      with contextlib.redirect_stderr(io.StringIO()) as told:
+        self.assertEqual(cli.main(["breakeven"]), 130)
+    self.assertEqual(told.getvalue(), "interrupted\n")
 
   @parameterized.parameters(
     (("--trace", "none.jsonl"), "No such file"),
