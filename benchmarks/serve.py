@@ -30,7 +30,7 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterable
 
-from benchmarks import serve_case, serve_options, serve_sweeps, serve_table
+from benchmarks import serve_case, serve_ignored, serve_options, serve_sweeps, serve_table
 from benchmarks.serve_formats import BASELINE, FORMATS
 from benchmarks.serve_metrics import Metrics, Slo, measure
 from benchmarks.serve_run import Interrupted, Run
@@ -58,7 +58,12 @@ def main(argv: list[str]) -> int:
   add("--plot", type=pathlib.Path, metavar="FILE.png", help="also draw the sweep")
   add("--formats", nargs="+", choices=FORMATS, help="default: most; of sweeps nvfp4")
   add("--slo", nargs=2, type=float, default=(2.0, 0.1), metavar=("TTFT", "ITL"))
-  add("--out", type=pathlib.Path, metavar="FILE.jsonl", help="also write rows as they come")
+  add(
+    "--out",
+    type=pathlib.Path,
+    metavar="FILE.jsonl",
+    help="also write rows as they come, to a new file",
+  )
   serve_options.add_workload(parser)
   serve_options.add_server(parser)
   live = parser.add_argument_group("live").add_argument
@@ -67,16 +72,15 @@ def main(argv: list[str]) -> int:
   live("--compilers", type=int, default=4, metavar="N", help="steps compiled at a time")
   live("--revision", help="of rows from a machine without a checkout")
   live("--write-model-costs", type=pathlib.Path, metavar="FILE.json", help="for --model-costs")
-  options = parser.parse_args(argv)
+  options = serve_ignored.parse(parser, argv)
   if options.plot and not options.sweep:
     parser.error("--plot needs --sweep")
   if options.live and (options.case or options.sweep):
     parser.error("--live serves requests, neither a --case nor a --sweep")
   if options.compilers < 1:
     parser.error(f"compilers must be at least 1, got {options.compilers}")
-  if options.live and options.model_costs:
-    parser.error("--live times the model itself, --model-costs is for --simulate")
   try:
+    Slo(*options.slo)  # checks them
     if options.case:
       print("\n".join(serve_case.lines(serve_case.run())))
       return 0
@@ -118,7 +122,14 @@ def _simulate(server: Setup, workload: Workload, options) -> int:
   if interrupted is not None:
     print(interrupted, file=sys.stderr)
     return INTERRUPTED
-  return 1 if workload.error is not None or not found else 0
+  return 1 if workload.error is not None or _nothing_served(found) else 0
+
+
+def _nothing_served(found: dict[str, Metrics]) -> bool:
+  if any(m.request_success for m in found.values()):
+    return False
+  print("no request was served", file=sys.stderr)
+  return True
 
 
 def _interrupted(name: str, error: KeyboardInterrupt, keep: Callable[[str, Run], None]) -> str:
@@ -197,7 +208,7 @@ def _live(server: Setup, workload: Workload, options) -> int:
   if interrupted is not None:
     print(interrupted, file=sys.stderr)
     return INTERRUPTED
-  return 1 if faults or workload.error is not None else 0
+  return 1 if faults or workload.error is not None or _nothing_served(found) else 0
 
 
 def _sweep(server: Setup, options) -> int:
@@ -209,11 +220,17 @@ def _sweep(server: Setup, options) -> int:
   print(told)
   points: list[serve_sweeps.Point] = []
   if options.sweep == "capacity":
+    contexts = [tokens for tokens in serve_sweeps.CONTEXTS if tokens > options.output]
+    if not contexts:
+      raise ValueError(
+        f"output must be less than the longest context of {max(serve_sweeps.CONTEXTS):,} tokens, "
+        f"got {options.output:,}"
+      )
     found = serve_sweeps.capacity(
       server,
       other,
       output=options.output,
-      contexts=serve_sweeps.CONTEXTS,
+      contexts=contexts,
       concurrencies=serve_sweeps.CONCURRENCIES,
     )
   else:
@@ -259,5 +276,4 @@ def _row(server: Setup, workload: Workload, name: str, m: Metrics, error: str | 
 def _write(rows: Iterable[dict], path: pathlib.Path | None) -> None:
   """A JSON line each; called again with all there is whenever there is one more."""
   if path is not None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -187,8 +188,8 @@ def serve(
   """
   if concurrency is not None and concurrency < 1:
     raise ValueError(f"concurrency must be at least 1, got {concurrency}")
-  if not time_scale > 0:
-    raise ValueError(f"time_scale must be positive, got {time_scale}")
+  if not 0 < time_scale < math.inf:
+    raise ValueError(f"time_scale must be positive and finite, got {time_scale}")
   run = Run(workload.name, scheduler, error=workload.error)
   clients = _Clients(workload, run, concurrency, time_scale)
   try:

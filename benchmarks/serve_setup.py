@@ -53,6 +53,10 @@ class Setup:
   table: CostTable | None = None
   appends: Mapping[str, Mapping[int, float]] | None = None
 
+  def __post_init__(self):
+    if self.recent_window < 0:
+      raise ValueError(f"recent_window must be at least 0 tokens, got {self.recent_window}")
+
   def pages(self, format: Format) -> int:
     return num_pages(
       self.pool_bytes,

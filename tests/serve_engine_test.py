@@ -260,6 +260,8 @@ class LiveCommandTest(TestCase):
       (("--sweep", "reuse"), "--live serves requests, neither a --case nor a --sweep"),
       (("--simulate",), "not allowed with argument"),
       (("--model-costs", "a.json"), "--live times the model itself"),
+      (("--recent-window", "64"), "--live has caches without a window"),
+      (("--costs", "equal"), "--live compares with the measured ones"),
       (("--compilers", "0"), "compilers must be at least 1, got 0"),
     ):
       code, _, err = self.run_live(*argv)

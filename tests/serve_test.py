@@ -115,8 +115,9 @@ class RunTest(TestCase):
 
   @parameterized.parameters(
     ({"concurrency": 0}, "concurrency must be at least 1, got 0"),
-    ({"time_scale": 0.0}, "time_scale must be positive, got 0.0"),
-    ({"time_scale": math.nan}, "time_scale must be positive, got nan"),
+    ({"time_scale": 0.0}, "time_scale must be positive and finite, got 0.0"),
+    ({"time_scale": math.nan}, "time_scale must be positive and finite, got nan"),
+    ({"time_scale": math.inf}, "time_scale must be positive and finite, got inf"),
   )
   def test_wrong_options(self, options, message):
     with self.assertRaisesRegex(ValueError, message):
@@ -216,7 +217,8 @@ class CommandTest(TestCase):
     small = ("--requests", "5", "--prompt", "900", "--output", "5", "--interval", "0.125")
     for argv in ((*small, "--keep", str(path)), ("--trace", str(path))):
       rows = self.folder / "rows.jsonl"
-      code, _, err = self.run_serve(*argv, "--formats", "nvfp4", "--out", str(rows))
+      written = ("--formats", "nvfp4", "--out", str(rows), "--overwrite")
+      code, _, err = self.run_serve(*argv, *written)
       self.assertEqual((code, err), (0, ""))
       walls.append(json.loads(rows.read_text())["wall_seconds"])
     self.assertEqual(walls[0], walls[1])
@@ -314,11 +316,99 @@ class CommandTest(TestCase):
     (("--formats", "nvfp4_a4q"), "prefill by nvfp4_a4q"),
     (("--sweep", "reuse", "--formats", "nvfp4", "bf16"), "formats must be one for a sweep"),
     (("--plot", "a.png"), "--plot needs --sweep"),
+    (("--pool-gib", "inf"), "pool_gib must be positive and finite, got inf"),
+    (("--pool-gib", "nan"), "pool_gib must be positive and finite, got nan"),
+    (("--pool-gib", "0"), "pool_gib must be positive and finite, got 0.0"),
+    (("--seed", "-1"), "seed must be at least 0, got -1"),
+    (("--interval", "nan"), "interval must be seconds from 0 on, got nan"),
+    (("--recent-window", "-5"), "recent_window must be at least 0 tokens, got -5"),
+    (("--slo", "nan", "1"), "slo's time_to_first_token must be positive seconds, got nan"),
+    (("--slo", "1", "-3"), "slo's inter_token_latency must be positive seconds, got -3.0"),
+    (("--sweep", "capacity", "--output", "131072"), "output must be less than the longest context"),
+    (("--case", "seeds", "--trace", "none.jsonl"), "--trace is not for --case"),
+    (("--case", "seeds", "--pool-gib", "3"), "--pool-gib is not for --case"),
+    (("--layers", "2"), "--layers is for --live"),
+    (("--compilers", "4"), "--compilers is for --live"),
+    (("--limit", "3"), "--limit needs --trace"),
+    (("--trace", "none.jsonl", "--prompt", "8192"), "--prompt is of generated requests"),
+    (("--sweep", "reuse", "--reuse", "0.5"), "--reuse is not for --sweep reuse"),
+    (("--sweep", "capacity", "--prompt", "9"), "--prompt is not for --sweep capacity"),
   )
   def test_wrong_arguments(self, argv, message):
     code, _, err = self.run_serve(*argv)
     self.assertNotEqual(code, 0)
     self.assertIn(message, err)
+
+  @parameterized.parameters(
+    ('{"a": 1}', "it has no 'read'"),
+    ("[1]", "list indices"),
+    ('{"read": [0], "times": ["x"]}', "not supported"),
+    ('{"read": [0], "times": 3}', "not iterable"),
+    ("{", "Expecting"),
+  )
+  def test_model_costs_that_are_none(self, text, message):
+    path = self.folder / "model.json"
+    path.write_text(text)
+    code, _, err = self.run_serve("--model-costs", str(path))
+    self.assertEqual(code, 2)
+    self.assertRegex(err, f"model.json must be costs of a model.*{message}")
+
+  @parameterized.parameters(("", "has none"), ("{\n", "line 1: Expecting"))
+  def test_a_trace_without_requests(self, text, message):
+    trace = self.folder / "a.jsonl"
+    trace.write_text(text)
+    code, _, err = self.run_serve("--trace", str(trace))
+    self.assertEqual(code, 2)
+    self.assertIn(message, err)
+
+  def test_nothing_is_served(self):
+    small = ("--requests", "2", "--pool-gib", "0.1", "--formats", "fp8", "nvfp4")
+    code, _, err = self.run_serve(*small)
+    self.assertEqual(code, 1)
+    self.assertIn("no request was served", err)
+
+  def test_contexts_that_the_output_fills_are_left_out(self):
+    of = {"CONTEXTS": (64, 128), "CONCURRENCIES": (1,)}
+    with mock.patch.multiple(serve_sweeps, **of):
+      code, out, err = self.run_serve("--sweep", "capacity", "--output", "64")
+    self.assertEqual((code, err), (0, ""))
+    self.assertRegex(out, r"\n128 ")
+    self.assertNotRegex(out, r"\n64 ")
+
+  def test_a_trace_is_not_written_over(self):
+    """By its name, or through a link."""
+    trace, link = self.folder / "a.jsonl", self.folder / "b.jsonl"
+    trace.write_text(GOOD * 9)
+    link.symlink_to(trace)
+    small = ("--trace", str(trace), "--limit", "2", "--overwrite")
+    for command, option in ((self.run_serve, "--keep"), (self.run_serve, "--out")):
+      for path in (trace, link):
+        code, _, err = command(*small, option, str(path))
+        self.assertEqual(code, 2)
+        self.assertIn(f"{option} must be another file than --trace, got {path}", err)
+    with contextlib.redirect_stderr(io.StringIO()), self.assertRaises(SystemExit):
+      cli.main(["breakeven", *small, "--keep", str(trace)])
+    self.assertEqual(trace.read_text(), GOOD * 9)
+
+  def test_results_are_not_written_over(self):
+    rows = self.folder / "rows.jsonl"
+    rows.write_text("earlier\n")
+    small = ("--requests", "1", "--prompt", "90", "--output", "2", "--formats", "fp8")
+    for option in ("--out", "--keep"):
+      code, _, err = self.run_serve(*small, option, str(rows))
+      self.assertEqual(code, 2)
+      self.assertIn(f"{option} must be a new file, {rows} has rows: --overwrite loses them", err)
+      self.assertEqual(rows.read_text(), "earlier\n")
+    code, _, _ = self.run_serve(*small, "--out", str(rows), "--overwrite")
+    self.assertEqual(code, 0)
+    self.assertNotIn("earlier", rows.read_text())
+
+  def test_what_cannot_be_written_is_found_first(self):
+    for path in (self.folder, pathlib.Path("/proc/none/rows.jsonl")):
+      with mock.patch.object(Setup, "simulate", side_effect=AssertionError("it ran")):
+        code, _, err = self.run_serve("--out", str(path))
+      self.assertEqual(code, 2)
+      self.assertIn(str(path.parent), err)
 
   def test_it_is_a_command(self):
     printed = io.StringIO()
