@@ -29,7 +29,14 @@ def main(argv: list[str]) -> int:
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  parser.add_argument("--formats", nargs="+", choices=FORMATS, default=SOME)
+  parser.add_argument(
+    "--formats",
+    nargs="+",
+    choices=FORMATS,
+    default=SOME,
+    metavar="FORMAT",
+    help=f"of {', '.join(FORMATS)}; default: {' '.join(SOME)}",
+  )
   serve_options.add_workload(parser)
   serve_options.add_server(parser)
   options = serve_ignored.parse(parser, argv)

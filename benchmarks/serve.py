@@ -5,9 +5,9 @@
     serve --simulate --case seeds                           the two articles' thirty requests
     serve --simulate --sweep capacity --plot a.png          context length and concurrency
     serve --simulate --sweep reuse                          prefix reuse from 0 to 95 %
-    serve --live --concurrency 32 --max-num-seqs 64 --budget 2048 --layers 8 --pool-gib 2 \
+    serve --live --concurrency 32 --max-num-seqs 64 --budget 2048 --layers 8 --pool-gib 3 \\
       --output 512                                          real kernels, beside the simulator
-    serve --live --model smollm2-135m --max-num-seqs 4 --budget 128 --pool-gib .02 \
+    serve --live --model smollm2-135m --max-num-seqs 4 --budget 128 --pool-gib .02 \\
       --requests 4 --prompt 300 --output 20                 on a CPU
 
 Formats get pages of the same bytes and requests at the same times. A step's attention takes as
@@ -56,7 +56,8 @@ def main(argv: list[str]) -> int:
   add("--case", choices=("seeds",), help="instead: a published case")
   add("--sweep", choices=serve_sweeps.SWEEPS, help="instead: against FP8, many servers")
   add("--plot", type=pathlib.Path, metavar="FILE.png", help="also draw the sweep")
-  add("--formats", nargs="+", choices=FORMATS, help="default: most; of sweeps nvfp4")
+  told = f"of {', '.join(FORMATS)}; default: most, live {' and '.join(LIVE)}, of sweeps nvfp4"
+  add("--formats", nargs="+", choices=FORMATS, metavar="FORMAT", help=told)
   add("--slo", nargs=2, type=float, default=(2.0, 0.1), metavar=("TTFT", "ITL"))
   add(
     "--out",

@@ -1,10 +1,12 @@
 """Serving runs: times of requests, metrics, tables, and the command with good and bad input."""
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import json
 import math
+import os
 import pathlib
 import tempfile
 from unittest import mock
@@ -179,6 +181,43 @@ class TableTest(TestCase):
     ]
     self.assertContainsSubset(["Cold prompts", "Prefix hits", "Decode", "Share of time, %"], titles)
     self.assertEqual(sum(line.startswith("nvfp4 ") for line in lines), len(titles))
+
+  def test_a_long_trace_fits_a_terminal(self):
+    """Tens of millions of tokens, a hundred thousand requests and latencies of days."""
+    setup = Setup(pool_bytes=500 * GIB, page_size=16)
+    small = measure(setup.simulate(generate(4, prompt=600, output=9), FORMATS["fp8"]))
+    days, millions = Percentiles(9e4, 9e5, 9e5), 98_765_432
+    prompts = dataclasses.replace(
+      small.cold,
+      requests=123_456,
+      prompt_tokens=millions,
+      cached_tokens=millions,
+      time_to_first_token_seconds=days,
+    )
+    long = dataclasses.replace(
+      small,
+      request_success=123_456,
+      rejected=123_456,
+      wall_seconds=9e5,
+      prompt_tokens_per_second=123_456.7,
+      generation_tokens_per_second=123_456.7,
+      request_goodput=1234.56,
+      time_to_first_token_seconds=days,
+      e2e_request_latency_seconds=days,
+      request_queue_time_seconds=days,
+      inter_token_latency_seconds=days,
+      num_preemptions=123_456,
+      recomputed_tokens=millions,
+      evictions=millions,
+      prefix_cache_queries=millions,
+      prefix_cache_hits=millions,
+      cold=prompts,
+      hits=prompts,
+      decode_tokens=millions,
+      steps=millions,
+    )
+    lines = serve_table.lines(setup, {"nvfp4_dequant": long, "fp8": small})
+    self.assertLessEqual(max(map(len, lines)), WIDTH)
 
   def test_of_nothing(self):
     setup = Setup()
@@ -416,6 +455,14 @@ class CommandTest(TestCase):
       cli.main(["serve", "--help"])
     self.assertEqual(raised.exception.code, 0)
     self.assertIn("python3 -m benchmarks serve", printed.getvalue())
+
+  @parameterized.parameters("serve", "breakeven")
+  def test_help_fits_a_terminal(self, command):
+    printed = io.StringIO()
+    with mock.patch.dict(os.environ, COLUMNS=str(WIDTH)), contextlib.redirect_stdout(printed):
+      self.assertRaises(SystemExit, cli.main, [command, "--help"])
+    self.assertLessEqual(max(map(len, printed.getvalue().splitlines())), WIDTH)
+    self.assertIn("nvfp4_a8q", printed.getvalue())
 
 
 if __name__ == "__main__":
