@@ -7,8 +7,7 @@
     serve --simulate --sweep reuse                          prefix reuse from 0 to 95 %
     serve --live --concurrency 32 --max-num-seqs 64 --budget 2048 --layers 8 --pool-gib 3 \\
       --output 512                                          real kernels, beside the simulator
-    serve --live --model smollm2-135m --max-num-seqs 4 --budget 128 --pool-gib .02 \\
-      --requests 4 --prompt 300 --output 20                 on a CPU
+    serve --live                                            on a CPU: SmolLM2, few requests
 
 Formats get pages of the same bytes and requests at the same times. A step's attention takes as
 long as was measured on an H200 (serve_costs.py, also for the choices of --costs), everything else
@@ -16,9 +15,10 @@ as long for every format (serve_model.py). The live engine takes the same schedu
 decoder of random weights, or with SmolLM2; the simulator knows the decoder without attention from
 steps timed on the same machine, attention and appends from the costs. The exit code is 1 where it
 decides otherwise or, on the device of the costs, one of its times is off by more than a fifth: to
-the last token, of steps that read and that only decode, to the first token and between two. A
-trace that breaks off is served up to there; the exit code is then 1 too. After Ctrl-C it is 130:
-what was served until then is told and written, with `error` in the row of the format that was cut.
+the last token, of steps that read and that only decode, of each kind of step that is taken often,
+to the first token (median and p90) and between two. A trace that breaks off is served up to there;
+the exit code is then 1 too, and where nothing is served at all. After Ctrl-C it is 130: what was
+served until then is told and written, with `error` in the row of the format that was cut.
 """
 
 from __future__ import annotations
@@ -74,6 +74,12 @@ def main(argv: list[str]) -> int:
   live("--revision", help="of rows from a machine without a checkout")
   live("--write-model-costs", type=pathlib.Path, metavar="FILE.json", help="for --model-costs")
   options = serve_ignored.parse(parser, argv)
+  if options.live:
+    from benchmarks import serve_live
+
+    asked = options.model if "model" in options.given else None
+    parser.set_defaults(**serve_live.defaults(asked))
+    options = serve_ignored.parse(parser, argv)
   if options.plot and not options.sweep:
     parser.error("--plot needs --sweep")
   if options.live and (options.case or options.sweep):
@@ -267,7 +273,7 @@ def _row(server: Setup, workload: Workload, name: str, m: Metrics, error: str | 
     "workload": workload.name,
     "format": name,
     "error": error,
-    "costs": serve_options.costs_told(server),
+    "costs": " ".join(serve_options.costs_told(server).split()),
     "pages": server.pages(FORMATS[name]),
     "bytes_per_token": server.model.heads.token_bytes(FORMATS[name]),
     **dataclasses.asdict(m),

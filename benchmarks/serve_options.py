@@ -10,7 +10,7 @@ from benchmarks import serve_files
 from benchmarks.serve_costs import COSTS
 from benchmarks.serve_model import MODELS, Measured
 from benchmarks.serve_policies import POLICIES, Vllm
-from benchmarks.serve_setup import GIB, Setup
+from benchmarks.serve_setup import GIB, MEASURED_PAGE_SIZE, Setup
 from benchmarks.serve_workloads import Workload, generate, read, write
 from benchmarks.sources import kernel_hash
 from nvfp4_pallas.policy import CostTable
@@ -118,12 +118,24 @@ def setup(options: argparse.Namespace) -> Setup:
 
 
 def costs_told(server: Setup) -> str:
-  """Where the costs of attention come from, and whether they are of these kernels."""
+  """Where the costs of attention come from, whether they are of these kernels, and in a line of
+  its own what is not in them."""
   if server.costs == "seeds":
     return "attention costs: the articles', RTX PRO 5000"
   table = CostTable.h200() if server.table is None else server.table
   stale = any(kernel_hash(names) != key for key, names in table.kernel_hashes.items())
-  return (
+  told = (
     f"attention costs: {server.costs}, {table.device}, {table.revision}"
     f"{'; STALE, kernels changed since' if stale else ''}"
   )
+  here = []
+  if server.page_size != MEASURED_PAGE_SIZE:
+    here.append(f"pages of {server.page_size}")
+  if server.recent_window:
+    here.append(f"a window of {server.recent_window}")
+  if here:
+    told += (
+      f"\n  as measured with pages of {MEASURED_PAGE_SIZE} tokens and no window, taken for "
+      f"{' and '.join(here)}"
+    )
+  return told

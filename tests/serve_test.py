@@ -400,6 +400,19 @@ class CommandTest(TestCase):
     self.assertEqual(code, 2)
     self.assertIn(message, err)
 
+  def test_what_costs_were_not_measured_with_is_told(self):
+    """Other pages and a window; in a line of its own, and in rows."""
+    rows = self.folder / "rows.jsonl"
+    small = ("--requests", "1", "--prompt", "90", "--output", "2", "--formats", "nvfp4")
+    told = "as measured with pages of 64 tokens and no window, taken for pages of 16 and a window"
+    _, out, _ = self.run_serve(*small)
+    self.assertNotIn("as measured", out)
+    other = ("--page-size", "16", "--recent-window", "128", "--max-num-seqs", "4")
+    _, out, _ = self.run_serve(*small, *other, "--out", str(rows))
+    self.assertIn(f"\n  {told} of 128\n", out)
+    self.assertLessEqual(max(map(len, out.splitlines())), WIDTH)
+    self.assertIn(told, json.loads(rows.read_text())["costs"])
+
   def test_nothing_is_served(self):
     small = ("--requests", "2", "--pool-gib", "0.1", "--formats", "fp8", "nvfp4")
     code, _, err = self.run_serve(*small)
