@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from benchmarks import serve_options
+from benchmarks import serve_ignored, serve_options
 from benchmarks.serve_balance import Balance, balance
 from benchmarks.serve_formats import BASELINE, FORMATS
 from benchmarks.serve_run import Run
@@ -29,10 +29,17 @@ def main(argv: list[str]) -> int:
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  parser.add_argument("--formats", nargs="+", choices=FORMATS, default=SOME)
+  parser.add_argument(
+    "--formats",
+    nargs="+",
+    choices=FORMATS,
+    default=SOME,
+    metavar="FORMAT",
+    help=f"of {', '.join(FORMATS)}; default: {' '.join(SOME)}",
+  )
   serve_options.add_workload(parser)
   serve_options.add_server(parser)
-  options = parser.parse_args(argv)
+  options = serve_ignored.parse(parser, argv)
   try:
     server, workload = serve_options.setup(options), serve_options.workload(options)
     base = server.simulate(workload, BASELINE)
