@@ -71,7 +71,7 @@ def sum_lines(of: Balance) -> list[str]:
   for term in of.terms:
     why = ""
     if term.price is not None:
-      why = f"  {term.count:>12,} tokens x {1e6 * term.price:>9.2f} us"
+      why = f"  {term.count:>12,} {term.unit:6} x {1e6 * term.price:>9.2f} us"
     terms.append(line(term.name, term.seconds, why))
   total = line(
     of.format.name, of.seconds, f"  {100 * of.extra / (of.base.times.total or 1):+.1f} %"

@@ -6,10 +6,15 @@
       + its decodes' extra time                                 (faster: below 0)
       - tokens that it finds in the cache and FP8 does not      x FP8's time for a prompt token
       - tokens that it need not compute again                   x the same
-      - what is left: more requests share a step, and its weights
+      - steps without a prompt that it need not take            x FP8's time for one
+      + its prompt tokens                                       x what one takes more in its steps
+      + its steps without a prompt                              x what one takes more
 
 The first three lines compare kernels on the same steps, those of the format's own run; the others
-compare both runs at FP8's prices. Nothing is left over: the lines sum to the difference.
+compare both runs at FP8's prices: a prompt token takes its share of the step that reads it, weights
+and requests that decode beside it included, and the last two lines say how that share and a step
+changed since others are in it. No line is what the others leave: that they sum to the difference
+can be tested.
 """
 
 from __future__ import annotations
@@ -28,14 +33,16 @@ from benchmarks.serve_workloads import Workload
 @dataclasses.dataclass
 class TwoPrices:
   """An executor that takes one format's time, and adds up what FP8's kernels would take for the
-  same steps."""
+  same steps: `reading` those with some of a prompt, `writing` the others."""
 
   costs: StepCosts
   base_costs: StepCosts
-  base: Times = dataclasses.field(default_factory=Times)
+  reading: Times = dataclasses.field(default_factory=Times)
+  writing: Times = dataclasses.field(default_factory=Times)
 
   def execute(self, step: Step) -> Times:
-    self.base += self.base_costs.times(step)
+    part = self.reading if step.chunks else self.writing
+    part += self.base_costs.times(step)
     return self.costs.times(step)
 
 
@@ -45,17 +52,19 @@ class Term:
 
   Attributes:
     name: what it is.
-    count: tokens; None where there is nothing to count.
+    count: of units.
     seconds: below 0 where the format saves.
+    unit: tokens or steps.
   """
 
   name: str
-  count: int | None
+  count: int
   seconds: float
+  unit: str = "tokens"
 
   @property
   def price(self) -> float | None:
-    """Seconds a token."""
+    """Seconds a unit; None where there is nothing to count."""
     return self.seconds / self.count if self.count else None
 
 
@@ -66,13 +75,18 @@ class Balance:
   Attributes:
     format: which.
     base, run: FP8's run and the format's.
-    at_base: FP8's kernels on the format's steps.
+    reading_at_base, writing_at_base: FP8's kernels on the format's steps, as for TwoPrices.
   """
 
   format: Format
   base: Run
   run: Run
-  at_base: Times
+  reading_at_base: Times
+  writing_at_base: Times
+
+  @property
+  def at_base(self) -> Times:
+    return self.reading_at_base + self.writing_at_base
 
   @property
   def seconds(self) -> float:
@@ -89,17 +103,22 @@ class Balance:
     run, base, times, at_base = self.run, self.base, self.run.times, self.at_base
     # What FP8 takes to read a prompt token, its share of weights and of those who decode with it.
     read = base.reading.total / base.prefill_tokens if base.prefill_tokens else 0.0
+    write = base.writing.total / base.writing_steps if base.writing_steps else 0.0
     again = base.scheduler.recomputed - run.scheduler.recomputed
     found = base.prefill_tokens - run.prefill_tokens - again
-    terms = [
+    fewer = base.writing_steps - run.writing_steps
+    fuller = self.reading_at_base.total - run.prefill_tokens * read
+    larger = self.writing_at_base.total - run.writing_steps * write
+    return [
       Term("prefill kernels", run.prefill_tokens, times.prefill - at_base.prefill),
       Term("append kernels", run.prefill_tokens + run.decode_tokens, times.append - at_base.append),
       Term("decode kernels", run.decode_tokens, times.decode - at_base.decode),
       Term("prompt tokens found in the cache", found, -found * read),
       Term("tokens not computed again", again, -again * read),
+      Term("steps without a prompt, not taken", fewer, -fewer * write, "steps"),
+      Term("prompt tokens in other steps", run.prefill_tokens, fuller),
+      Term("steps without a prompt, by load", run.writing_steps, larger, "steps"),
     ]
-    left = self.extra - sum(term.seconds for term in terms)
-    return [*terms, Term("steps shared by more requests", None, left)]
 
   def flips(self) -> Iterator[tuple[str, float, float]]:
     """What would make the format break even, all else as it is: (of what, as it is, as it would
@@ -127,4 +146,4 @@ def balance(setup: Setup, workload: Workload, format: Format, base: Run) -> Bala
     concurrency=setup.concurrency,
     time_scale=setup.time_scale,
   )
-  return Balance(format, base, run, executor.base)
+  return Balance(format, base, run, executor.reading, executor.writing)

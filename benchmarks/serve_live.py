@@ -37,7 +37,7 @@ CLOSE = 0.2  # of the simulated time
 OFTEN = 40  # steps of a kind that is judged: of fewer, a handful of slow ones decide
 MOST_CHUNKS = 4  # unless something else is asked for
 PRETRAINED = "smollm2-135m"
-# Defaults that take a CPU a minute or two; an 8B model's weights would fill its memory.
+# Defaults that take a CPU some minutes; an 8B model's weights would fill its memory.
 ON_A_CPU = {
   "model": PRETRAINED,
   "max_num_seqs": 4,

@@ -93,6 +93,7 @@ class Metrics:
     time_to_first_token_seconds, inter_token_latency_seconds, e2e_request_latency_seconds,
       request_queue_time_seconds: the last is from arrival to the first step.
     num_preemptions, recomputed_tokens, evictions: evictions are pages with a key, reused.
+    short_steps: in which somebody gave way, or did not start, for want of pages.
     num_requests_running: the peak.
     kv_cache_usage_perc, kv_cache_usage_mean: the peak of a step, and the mean over time; shares.
     sampled_running, sampled_usage: peaks of what a log line every ten seconds would show.
@@ -118,6 +119,7 @@ class Metrics:
   num_preemptions: int
   recomputed_tokens: int
   evictions: int
+  short_steps: int
   num_requests_running: int
   kv_cache_usage_perc: float
   kv_cache_usage_mean: float
@@ -164,6 +166,7 @@ def measure(run: Run, slo: Slo | None = None) -> Metrics:
     num_preemptions=scheduler.preemptions,
     recomputed_tokens=scheduler.recomputed,
     evictions=scheduler.pool.evictions,
+    short_steps=scheduler.short_steps,
     num_requests_running=run.usage.peak_running,
     kv_cache_usage_perc=run.usage.peak,
     kv_cache_usage_mean=run.usage.mean,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Sequence
 
 from benchmarks.serve_formats import BASELINE, Format
-from benchmarks.serve_sweeps import MARKS, Point
+from benchmarks.serve_sweeps import MARKS, Point, speedup_told
 
 
 def draw_capacity(
@@ -26,15 +27,17 @@ def draw_capacity(
   across = sorted({p.concurrency for p in points})
   down = sorted({p.context for p in points})
   at = {(p.context, p.concurrency): p for p in points}
-  speedup = [[at[context, n].speedup for n in across] for context in down]
-  flat = [value for row in speedup for value in row]
+  # Where formats serve different requests there is none, and the cell stays empty.
+  speedup = [[at[context, n].speedup or math.nan for n in across] for context in down]
+  flat = [value for row in speedup for value in row if not math.isnan(value)]
   figure = Figure(figsize=(8, 5.5), layout="constrained")
   panel = figure.subplots()
-  norm = TwoSlopeNorm(1.0, min(*flat, 0.9), max(*flat, 1.1))
+  norm = TwoSlopeNorm(1.0, min([*flat, 0.9]), max([*flat, 1.1]))
   image = panel.pcolormesh(_edges(across), _edges(down), speedup, cmap="RdBu", norm=norm)
   for (context, n), point in at.items():
-    text = f"{point.speedup:.2f}{MARKS[point.region]}"
-    colour = "black" if 0.15 < norm(point.speedup) < 0.85 else "white"
+    text = f"{speedup_told(point)}{MARKS[point.region]}"
+    dark = point.speedup is not None and not 0.15 < norm(point.speedup) < 0.85
+    colour = "white" if dark else "black"
     panel.text(n, context, text, ha="center", va="center", size=8, color=colour)
   for count, style, name in zip(tokens, ("k-", "k--"), ("FP8", other.name), strict=True):
     ends = [_edges(across)[0], _edges(across)[-1]]

@@ -104,7 +104,7 @@ class Run:
     writing: of the others.
     prefill_tokens: computed by chunks, again or not.
     decode_tokens: computed one at a time.
-    steps: how many.
+    steps, writing_steps: how many, and how many of them read nothing of a prompt.
     gaps: seconds between a request's tokens.
     usage: of the pool.
     decisions, seconds: of every step, if they were asked for; a step in which somebody gave way and
@@ -122,6 +122,7 @@ class Run:
   prefill_tokens: int = 0
   decode_tokens: int = 0
   steps: int = 0
+  writing_steps: int = 0
   gaps: array.array = dataclasses.field(default_factory=lambda: array.array("d"))
   usage: Usage = dataclasses.field(default_factory=Usage)
   decisions: list[tuple] = dataclasses.field(default_factory=list)
@@ -137,6 +138,7 @@ class Run:
     part += times
     self.wall += times.total
     self.steps += 1
+    self.writing_steps += not step.chunks
     self.prefill_tokens += step.chunk_tokens
     self.decode_tokens += len(step.decodes)
     scheduler = self.scheduler

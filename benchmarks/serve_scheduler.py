@@ -115,6 +115,7 @@ class Scheduler:
     policy: of serve_policies.py.
     running, waiting: requests, the first to be served first.
     preemptions: how often somebody gave way.
+    short_steps: steps in which somebody gave way, or did not start, for want of pages.
     recomputed: tokens that were computed before and are again.
     queries, hits: tokens asked for in the prefix cache, and found, when requests first start.
   """
@@ -140,7 +141,7 @@ class Scheduler:
     self.policy = Vllm() if policy is None else policy
     self.running: list[Request] = []
     self.waiting: deque[Request] = deque()
-    self.preemptions = self.recomputed = self.queries = self.hits = 0
+    self.preemptions = self.short_steps = self.recomputed = self.queries = self.hits = 0
 
   def pages(self, tokens: int) -> int:
     """Pages of so many tokens."""
@@ -169,8 +170,9 @@ class Scheduler:
     """The next step. Its tokens count as computed from `complete` on; their pages are taken now."""
     step = Step()
     left = self._continue_running(step)
-    if not step.preempted:
-      self._start_waiting(step, left)
+    # Nobody starts where somebody gave way.
+    if step.preempted or not self._start_waiting(step, left):
+      self.short_steps += 1
     self.policy.stepped()
     return step
 
@@ -278,10 +280,11 @@ class Scheduler:
     step.preempted.append(request)
     return tokens
 
-  def _start_waiting(self, step: Step, left: int) -> None:
+  def _start_waiting(self, step: Step, left: int) -> bool:
+    """Starts who can; whether pages sufficed."""
     while self.waiting and left and len(self.running) < self.most_running:
       if self.most_chunks is not None and len(step.chunks) >= self.most_chunks:
-        return
+        return True
       request = self.waiting[0]
       # The last token is computed always: its result is the next token.
       most = (request.tokens - 1) // self.page_size
@@ -293,7 +296,7 @@ class Scheduler:
         self.pages(tokens) - len(found) + idle for tokens in (cached + n, request.tokens)
       )
       if first > self.pool.free or not self.policy.starts(self, request, first, whole):
-        return
+        return False
       self.waiting.popleft()
       self.running.append(request)
       self.pool.hold(found)
@@ -306,6 +309,7 @@ class Scheduler:
         request.cached = cached
         self.queries += request.tokens
         self.hits += cached
+    return True
 
   def _keys(self, request: Request, pages: int) -> Iterator[int]:
     return (self._key(request, page) for page in range(pages))

@@ -4,7 +4,9 @@
               to where FP8 first runs out of pages, from there on, and where the other one does too
     reuse     the share of a prompt that begins a document from 0 to 95 %, other things equal
 
-A server is out of pages when somebody waits or gives way for want of them.
+A server is out of pages when somebody waits or gives way for want of them, which the scheduler
+counts. Where formats serve different requests, since a pool is too small for some, no time is
+compared.
 """
 
 from __future__ import annotations
@@ -46,19 +48,25 @@ class Point:
   other: Metrics
 
   @property
-  def speedup(self) -> float:
-    """Of the other format: FP8's time for the same requests over its own."""
+  def speedup(self) -> float | None:
+    """Of the other format: FP8's time for the same requests over its own; None: they served
+    different requests, or none. What a pool cannot hold a smaller one cannot either, so that as
+    many are the same ones."""
+    served = self.base.request_success
+    if not served or served != self.other.request_success:
+      return None
     return self.base.wall_seconds / self.other.wall_seconds
-
-  def out_of_pages(self, of: Metrics) -> bool:
-    return of.num_preemptions > 0 or of.num_requests_running < self.concurrency
 
   @property
   def region(self) -> str:
     """Who is out of pages: `` nobody, `fp8` alone, or `both`."""
-    if not self.out_of_pages(self.base):
+    if not out_of_pages(self.base):
       return ""
-    return "both" if self.out_of_pages(self.other) else BASELINE.name
+    return "both" if out_of_pages(self.other) else BASELINE.name
+
+
+def out_of_pages(of: Metrics) -> bool:
+  return of.short_steps > 0 or of.rejected > 0
 
 
 def capacity(
@@ -133,15 +141,19 @@ def capacity_lines(points: Sequence[Point], other: Format) -> list[str]:
 
 def _cell(point: Point | None) -> str:
   if point is None:  # the sweep was interrupted before it
-    return "-"
-  return f"{point.speedup:.2f}{MARKS[point.region] or ' '}"
+    return ""
+  return f"{speedup_told(point)}{MARKS[point.region] or ' '}"
+
+
+def speedup_told(point: Point) -> str:
+  return "-" if point.speedup is None else f"{point.speedup:.2f}"
 
 
 def _first_out(points: Sequence[Point], other: Format) -> Iterator[str]:
   for context in sorted({p.context for p in points}):
     mine = [p for p in points if p.context == context]
     first = lambda metrics, mine=mine: next(
-      (f"at {p.concurrency}" for p in mine if p.out_of_pages(metrics(p))), "never"
+      (f"at {p.concurrency}" for p in mine if out_of_pages(metrics(p))), "never"
     )
     base, one = first(lambda p: p.base), first(lambda p: p.other)
     yield f"{context:>9,} tokens: FP8 runs out {base:>6}, {other.name} {one:>6}"
@@ -149,10 +161,10 @@ def _first_out(points: Sequence[Point], other: Format) -> Iterator[str]:
 
 def reuse_lines(points: Sequence[Point], other: Format) -> list[str]:
   columns = (
-    "findable, %",
+    "served",
     "found, %",
     "cold, s",
-    "with a hit, s",
+    "hit, s",
     "output/s",
     "preempted",
     "evicted",
@@ -162,17 +174,18 @@ def reuse_lines(points: Sequence[Point], other: Format) -> list[str]:
   for p in points:
     for name, m in ((BASELINE.name, p.base), (other.name, p.other)):
       rows[f"{100 * p.reuse:.0f} % {name}"] = (
-        f"{100 * p.findable:.1f}",
-        f"{100 * m.hit_share:.1f}",
+        f"{m.request_success}/{m.request_success + m.rejected}",
+        f"{100 * m.hit_share:.1f} of {100 * p.findable:.1f}",
         _median(m.cold.time_to_first_token_seconds),
         _median(m.hits.time_to_first_token_seconds),
         f"{m.generation_tokens_per_second:,.0f}",
         f"{m.num_preemptions}",
         f"{m.evictions:,}",
-        "" if m is p.base else f"{p.speedup:.2f}",
+        "" if m is p.base else speedup_told(p),
       )
   return [
-    "Prompt tokens that could be found and were, by reuse; median times to the first token:",
+    "Prompt tokens found, of those that could be; median times to the first token, cold and with a "
+    "hit:",
     *table("reuse", columns, rows),
   ]
 

@@ -12,9 +12,12 @@ from benchmarks import breakeven, cli, serve_case
 from benchmarks.serve_balance import Balance, TwoPrices, balance
 from benchmarks.serve_costs import LayerCosts, StepCosts
 from benchmarks.serve_formats import BASELINE, FORMATS
+from benchmarks.serve_model import Linear
+from benchmarks.serve_pages import PagePool
 from benchmarks.serve_run import SimulatedExecutor, serve
+from benchmarks.serve_scheduler import Scheduler
 from benchmarks.serve_setup import Setup
-from benchmarks.serve_workloads import generate
+from benchmarks.serve_workloads import Item, Workload, generate
 from tests.base import TestCase
 from tests.serve_workloads_test import GOOD
 
@@ -46,6 +49,24 @@ class Flipped:
     return self.costs.append(tokens)
 
 
+@dataclasses.dataclass(frozen=True)
+class Plain:
+  """Seconds of a token read, a sequence that decodes, and an append, however long."""
+
+  token: float
+  sequence: float
+  appended: float
+
+  def prefill(self, q_len, kv_len):
+    return self.token * q_len
+
+  def decode(self, sequences, keys):
+    return self.sequence * sequences
+
+  def append(self, tokens):
+    return self.appended
+
+
 def of(name, setup=SETUP, workload=WORKLOAD) -> Balance:
   return balance(setup, workload, FORMATS[name], setup.simulate(workload, BASELINE))
 
@@ -60,6 +81,38 @@ class BalanceTest(TestCase):
       if term.price is not None:
         self.assertAlmostEqual(term.count * term.price, term.seconds)
 
+  def test_terms_by_hand(self):
+    """Two requests of 16 tokens that write 3. FP8 has two pages: the second gives way for the
+    first one's 17th token, and reads 17 again. Its steps take 10 s, and 1 s for each token read,
+    each sequence that decodes, and an append: 43, 12, 12, 28 and 12 s. The format has pages for
+    both, and takes 2 s, 1/2 s and 1/4 s: 74.25, 11.25 and 11.25 s; FP8's kernels would 43, 13 and
+    13 s."""
+    model = Linear(per_token=0.0, overhead=10.0)
+    base_costs = StepCosts(Plain(1.0, 1.0, 1.0), 1, model)
+    two_prices = TwoPrices(StepCosts(Plain(2.0, 0.5, 0.25), 1, model), base_costs)
+    runs = []
+    for pages, executor in ((2, SimulatedExecutor(base_costs)), (4, two_prices)):
+      scheduler = Scheduler(PagePool(pages, prefix_cache=False), 16)
+      runs.append(serve(Workload("", (Item(0.0, 16, 3),) * 2), scheduler, executor))
+    one = Balance(FORMATS["nvfp4"], *runs, two_prices.reading, two_prices.writing)
+    token = (43 + 28) / (32 + 17)
+    expected = {
+      "prefill kernels": (32, 32.0),
+      "append kernels": (36, -2.25),
+      "decode kernels": (4, -2.0),
+      "prompt tokens found in the cache": (1, -token),  # the token that it wrote, and read again
+      "tokens not computed again": (16, -16 * token),
+      "steps without a prompt, not taken": (1, -12.0),
+      "prompt tokens in other steps": (32, 43 - 32 * token),
+      "steps without a prompt, by load": (2, 2.0),
+    }
+    terms = {t.name: (t.count, t.seconds) for t in one.terms}
+    self.assertEqual(terms.keys(), expected.keys())
+    for name, (count, seconds) in expected.items():
+      self.assertEqual(terms[name][0], count)
+      self.assertAlmostEqual(terms[name][1], seconds, msg=name)
+    self.assertAlmostEqual(one.extra, 96.75 - 107)
+
   def test_signs(self):
     """Decode reads less, more is found, more fit into a step; stock prefill takes longer."""
     terms = {t.name: t for t in of("nvfp4_dequant").terms}
@@ -67,7 +120,8 @@ class BalanceTest(TestCase):
     self.assertLess(terms["decode kernels"].seconds, 0)
     self.assertGreater(terms["prompt tokens found in the cache"].count, 0)
     self.assertLess(terms["prompt tokens found in the cache"].seconds, 0)
-    self.assertLess(terms["steps shared by more requests"].seconds, 0)
+    self.assertLess(terms["steps without a prompt, not taken"].seconds, 0)
+    self.assertGreater(terms["steps without a prompt, by load"].seconds, 0)
 
   def test_tokens_are_counted(self):
     one = of("nvfp4")
@@ -106,8 +160,9 @@ class BalanceTest(TestCase):
     self.assertEqual(one.run.wall, alone.wall)
     executor = TwoPrices(SETUP.step_costs(BASELINE), SETUP.step_costs(BASELINE))
     run = serve(WORKLOAD, SETUP.scheduler(BASELINE), executor, concurrency=12)
-    for name, seconds in dataclasses.asdict(executor.base).items():
-      self.assertAlmostEqual(seconds, getattr(run.times, name))
+    for own, base in ((run.reading, executor.reading), (run.writing, executor.writing)):
+      for name, seconds in dataclasses.asdict(base).items():
+        self.assertAlmostEqual(seconds, getattr(own, name))
 
 
 class VerdictTest(TestCase):

@@ -128,6 +128,23 @@ class StepTest(TestCase):
     self.assertEqual(run_step(s), ((0,), (), (1,)))
     self.assertEqual(run_step(s), ((0,), ((1, 0, 39),), ()))
 
+  def test_steps_that_are_short_of_pages(self):
+    """In the second step the newest gives way for the third page, in the third it cannot start;
+    the most that run, a budget or chunks that are used up are no want of pages."""
+    s = scheduler(2, prefix_cache=False)
+    added(s, (16, 3), (16, 3))
+    counts = []
+    while s.running or s.waiting:
+      run_step(s)
+      counts.append(s.short_steps)
+    self.assertEqual(counts, [0, 1, 2, 2, 2])
+    for limits in ({"most_running": 1}, {"budget": 16}, {"most_chunks": 1}):
+      s = scheduler(99, **limits)
+      added(s, (16, 3), (16, 3))
+      while s.running or s.waiting:
+        run_step(s)
+      self.assertEqual(s.short_steps, 0)
+
   def test_who_gave_way_finds_its_pages_again(self):
     s = scheduler(4)
     _, two = added(s, (16, 3), (40, 4))

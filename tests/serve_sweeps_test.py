@@ -43,6 +43,20 @@ class CapacityTest(TestCase):
     at = {(p.context, p.concurrency): p.speedup for p in self.points}
     self.assertGreater(at[4096, 6], at[4096, 4])
 
+  def test_a_short_output_takes_no_pages(self):
+    """Requests that are done before others start leave fewer running, with pages to spare."""
+    sizes = {"contexts": (8192,), "concurrencies": (8, 32)}
+    points = list(serve_sweeps.capacity(Setup(pool_bytes=2**37), NVFP4, output=2, **sizes))
+    self.assertLess(points[1].base.num_requests_running, 32)
+    self.assertEqual([p.region for p in points], ["", ""])
+
+  def test_who_gives_way_is_out_of_pages(self):
+    """Four prompts fit into FP8's six pages and NVFP4's ten, outputs of a page more into these."""
+    setup = Setup(pool_bytes=6 * 64 * 65536)
+    (point,) = serve_sweeps.capacity(setup, NVFP4, output=64, contexts=(128,), concurrencies=(4,))
+    self.assertEqual((point.base.num_requests_running, point.base.num_preemptions), (4, 2))
+    self.assertEqual(point.region, "fp8")
+
   def test_lines(self):
     lines = serve_sweeps.capacity_lines(self.points, NVFP4)
     self.assertLessEqual(max(map(len, lines)), WIDTH)
@@ -73,6 +87,23 @@ class ReuseTest(TestCase):
     lines = serve_sweeps.reuse_lines(self.points, NVFP4)
     self.assertLen(lines, 3 + 2 * len(serve_sweeps.REUSES))
     self.assertLessEqual(max(map(len, lines)), WIDTH)
+    self.assertRegex(lines[3], r"^0 % fp8 +60/60 +0\.0 of 0\.0 ")
+
+  def test_different_requests_are_not_compared(self):
+    """FP8's 4,096 tokens are too few for some or all prompts, NVFP4's 7,281 for none or some."""
+    sizes = {"requests": 6, "output": 8, "spread": 0.3, "documents": 2, "seed": 0}
+    small = Setup(pool_bytes=2**28)
+    for prompt, served in ((4096, (2, 6)), (6500, (0, 4))):
+      (point,) = serve_sweeps.reuse(small, NVFP4, prompt=prompt, reuses=(0.5,), **sizes)
+      self.assertEqual((point.base.request_success, point.other.request_success), served)
+      self.assertIsNone(point.speedup)
+      _, _, _, fp8, nvfp4 = serve_sweeps.reuse_lines([point], NVFP4)
+      self.assertRegex(fp8, f"fp8 +{served[0]}/6 ")
+      self.assertRegex(nvfp4, f"nvfp4 +{served[1]}/6 .* -$")
+
+  def test_wide_names_fit(self):
+    other = FORMATS["nvfp4_dequant"]
+    self.assertLessEqual(max(map(len, serve_sweeps.reuse_lines(self.points, other))), WIDTH)
 
 
 class CommandTest(TestCase):
@@ -112,6 +143,17 @@ class CommandTest(TestCase):
       self.assertEqual((code, err), (0, ""))
       self.assertIn(f"drawn: {path}", out)
       self.assertStartsWith(path.read_bytes(), b"\x89PNG")
+
+  @absltest.skipUnless(importlib.util.find_spec("matplotlib"), "matplotlib is not installed")
+  def test_a_picture_of_nothing_to_compare(self):
+    """BF16's pool holds no request of this context, FP8's does."""
+    path = self.folder / "a.png"
+    self.enter_context(mock.patch.object(serve_sweeps, "CONTEXTS", (16384,)))
+    argv = ("--sweep", "capacity", "--formats", "bf16", "--plot", str(path))
+    code, out, err = self.run_sweep(*argv)
+    self.assertEqual((code, err), (0, ""))
+    self.assertRegex(out, r"\n16,384 +-\+ +-\+\n")
+    self.assertStartsWith(path.read_bytes(), b"\x89PNG")
 
   def test_without_matplotlib(self):
     lacking = {"matplotlib": None, "matplotlib.figure": None, "matplotlib.colors": None}

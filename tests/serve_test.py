@@ -335,7 +335,7 @@ class CommandTest(TestCase):
       code, out, err = self.run_serve("--sweep", "capacity", "--output", "4")
     self.assertEqual(code, 130)
     self.assertIn("interrupted after 3 points", err)
-    self.assertRegex(out, r"\n128 +1\.[0-9]+ +-\n")
+    self.assertRegex(out, r"\n128 +1\.[0-9]+ +\n")
 
   def test_an_interrupt_without_a_run(self):
     with mock.patch.object(Setup, "simulate", side_effect=KeyboardInterrupt):
