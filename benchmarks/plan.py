@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import textwrap
 from typing import Any
 
 import jax
 
+from benchmarks.table import WIDTH
+from benchmarks.text_table import Table
 from nvfp4_pallas import PagedKVCache
 from nvfp4_pallas.cache import PAGE_SIZES
 
+# Of a device: more than any has, little enough to count in whole bytes and to print.
+MAX_MEMORY_GIB = 2.0**20
 FORMATS = (("bf16", "bf16"), ("fp8", "fp8"), ("fp8", "nvfp4"), ("nvfp4", "nvfp4"))
 
 
@@ -137,24 +142,49 @@ def plan(model: Model, budget: int, kv_len: int, k_format: str, v_format: str) -
   )
 
 
+def budget_of(memory_gib: float, weights_gib: float) -> int:
+  """Bytes that a device has for caches. Raises ValueError."""
+  # Comparisons that a NaN fails.
+  if not 0 < memory_gib <= MAX_MEMORY_GIB:
+    raise ValueError(f"memory_gib must be above 0, at most {MAX_MEMORY_GIB:.0f}, got {memory_gib}")
+  if not 0 <= weights_gib < memory_gib:
+    raise ValueError(
+      f"weights_gib must be from 0 to below memory_gib = {memory_gib}, got {weights_gib}"
+    )
+  return int((memory_gib - weights_gib) * 2**30)
+
+
 def lines(model: Model, budget: int, kv_len: int) -> list[str]:
-  head = (
-    f"{'K, V':14}{'pages a device':>16}{'MiB of a ring':>15}{'GiB a device':>14}"
-    f"{'tokens in pages':>17}{f'sequences of {kv_len:,}':>22}"
-  )
   rows = [plan(model, budget, kv_len, *formats) for formats in FORMATS]
-  return [
+  of_model = (
     f"{model.layers} layers, {model.kv_heads} KV heads of {model.head_dim}, pages of "
-    f"{model.page_size}; tensor {model.tensor}, context {model.context}, data {model.data}; "
-    f"{budget / 2**30:.1f} GiB a device for caches",
-    head,
-    "-" * len(head),
-    *(
-      f"{row.k_format + ', ' + row.v_format:14}{row.pages:>16,}{row.ring_bytes / 2**20:>15.2f}"
-      f"{row.cache_bytes / 2**30:>14.2f}{row.tokens:>17,}{row.sequences:>22,}"
-      for row in rows
+    f"{model.page_size}; tensor {model.tensor}, context {model.context}, data {model.data}"
+  )
+  lacking = [f"{row.k_format}, {row.v_format}" for row in rows if not row.pages]
+  table = Table(
+    title=f"{budget / 2**30:.1f} GiB a device for caches; sequences of {kv_len:,} tokens",
+    head=(
+      "K, V",
+      "pages a device",
+      "MiB of a ring",
+      "GiB a device",
+      "tokens in pages",
+      "sequences",
     ),
-  ]
+    rows=[
+      (
+        f"{row.k_format}, {row.v_format}",
+        f"{row.pages:,}",
+        f"{row.ring_bytes / 2**20:.2f}",
+        f"{row.cache_bytes / 2**30:.2f}",
+        f"{row.tokens:,}",
+        f"{row.sequences:,}",
+      )
+      for row in rows
+    ],
+    notes=[f"No page: the smallest cache takes more ({'; '.join(lacking)})."] if lacking else [],
+  )
+  return [*textwrap.wrap(of_model, WIDTH), *table.terminal()]
 
 
 def main(argv: list[str]) -> int:
@@ -172,13 +202,13 @@ def main(argv: list[str]) -> int:
   for axis in ("tensor", "context", "data"):
     add(f"--{axis}", type=int, default=1, help=f"devices of the {axis} axis")
   o = parser.parse_args(argv)
-  budget = int((o.memory_gib - o.weights_gib) * 2**30)
   try:
+    budget = budget_of(o.memory_gib, o.weights_gib)
     model = Model(
       layers=o.layers,
       kv_heads=o.kv_heads,
       head_dim=o.head_dim,
-      v_head_dim=o.v_head_dim or o.head_dim,
+      v_head_dim=o.head_dim if o.v_head_dim is None else o.v_head_dim,
       page_size=o.page_size,
       tensor=o.tensor,
       context=o.context,

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.table import WIDTH
 from benchmarks.workloads import PAGE_SIZE, heads_of
 from nvfp4_pallas import MeshOps, PagedKVCache, RaggedBatch
 from nvfp4_pallas.policy import Geometry
@@ -172,6 +174,10 @@ def main(argv: list[str]) -> int:
   options = parser.parse_args(argv)
   if options.devices < 2:
     parser.error(f"--devices must be at least 2, got {options.devices}")
+  for case in CASES:
+    if case.axis == "heads" and case.geometry.num_kv_heads % options.devices:
+      heads = case.geometry.num_kv_heads
+      parser.error(f"--devices must divide the {heads} KV heads, got {options.devices}")
   gpus = jax.devices() if jax.default_backend() == "gpu" else []
   if len(gpus) < options.devices:
     print(
@@ -183,6 +189,7 @@ def main(argv: list[str]) -> int:
   good = True
   for case in CASES:
     scaled = measure(case, gpus[: options.devices])
-    print(scaled.line(), flush=True)
+    lines = textwrap.wrap(scaled.line(), WIDTH, subsequent_indent="  ")
+    print("\n".join(lines), flush=True)
     good &= scaled.same and (options.devices > 2 or scaled.ratio >= case.target)
   return 0 if good else 1

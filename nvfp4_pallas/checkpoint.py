@@ -15,6 +15,7 @@ import math
 import os
 import pathlib
 import struct
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,7 +57,13 @@ class CheckpointError(ValueError):
 
 
 def save(cache: PagedKVCache, path: str | os.PathLike) -> None:
-  """Writes all pages, whole or not at all: a file of this name appears when it is complete."""
+  """Writes all pages, whole or not at all: a file of this name appears when it is complete and on
+  the disk. Of several that save under one name at a time, the last one's file stays.
+
+  Raises:
+    ValueError: the cache is not as PagedKVCache says, and so could not be restored.
+  """
+  check_cache(cache)
   path = pathlib.Path(path)
   arrays = {name: np.asarray(array) for name, array in (_named(cache) | _rings(cache)).items()}
   header: dict[str, object] = {
@@ -76,12 +83,16 @@ def save(cache: PagedKVCache, path: str | os.PathLike) -> None:
     header[name] = entry
   text = json.dumps(header).encode()
   text += b" " * (-len(text) % 8)
-  unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+  # A name of its own: other threads may save to the same path.
+  unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
   try:
-    with unfinished.open("wb") as file:
+    with unfinished.open("xb") as file:
       file.write(struct.pack("<Q", len(text)) + text)
       for array in arrays.values():
         file.write(np.ascontiguousarray(array).tobytes())
+      # Else the name might reach the disk before the bytes do.
+      file.flush()
+      os.fsync(file.fileno())
     unfinished.replace(path)
   finally:
     unfinished.unlink(missing_ok=True)
@@ -141,13 +152,15 @@ def _restored_rings(about: dict[str, str], header: dict, body: memoryview) -> Re
     return None
   arrays: Any = {leaf: _array(header, body, f"recent.{leaf}") for leaf in ("k", "v", "starts")}
   lacking = [leaf for leaf, array in arrays.items() if array is None]
-  if lacking or not tokens.isdecimal() or not 1 <= int(tokens) <= MAX_RECENT_WINDOW:
+  # Python reads no integer of thousands of digits.
+  number = int(tokens) if tokens.isdecimal() and len(tokens) <= len(str(MAX_RECENT_WINDOW)) else 0
+  if lacking or not 1 <= number <= MAX_RECENT_WINDOW:
     raise CheckpointError(
-      f"recent_window must be a number of tokens with rings, the file has {tokens!r} and lacks "
-      f"{lacking}"
+      f"recent_window must be a number of tokens with rings, the file has {tokens[:20]!r} "
+      f"and lacks {lacking}"
     )
   k, v = (PagePool(arrays[name], None, None, "bf16") for name in ("k", "v"))
-  return RecentWindow(k, v, arrays["starts"], int(tokens))
+  return RecentWindow(k, v, arrays["starts"], number)
 
 
 def fetch_pages(cache: PagedKVCache, pages: Sequence[int]) -> dict[str, np.ndarray]:
@@ -285,10 +298,11 @@ def _index(name: str, ids: Sequence[int], of: str, count: int, once: bool = Fals
   index = np.asarray(ids)
   if index.size and not np.issubdtype(index.dtype, np.integer):
     raise ValueError(f"{name} must be whole numbers, got {index.dtype}")
-  index = index.astype(np.int64).reshape(-1)
+  index = index.reshape(-1)
   wrong = index[(index < 0) | (index >= count)]
   if len(wrong):
     raise ValueError(f"{name} must be below {of} = {count}, got {wrong.tolist()}")
+  index = index.astype(np.int64)
   if once and len(set(index.tolist())) != len(index):
     raise ValueError(f"{name} must not name one twice, got {index.tolist()}")
   return index
@@ -302,7 +316,8 @@ def _split(raw: bytes) -> tuple[dict, memoryview]:
     raise CheckpointError(f"the file is truncated: a header of {length} bytes in {len(raw)}")
   try:
     header = json.loads(raw[8 : 8 + length])
-  except (UnicodeDecodeError, json.JSONDecodeError) as error:
+  # ValueError: not UTF-8, not JSON, or an integer of more digits than Python reads.
+  except (ValueError, RecursionError) as error:
     raise CheckpointError(f"the file's header is not JSON: {error}") from None
   if not isinstance(header, dict):
     raise CheckpointError("the file's header is not a table of arrays")
@@ -311,7 +326,7 @@ def _split(raw: bytes) -> tuple[dict, memoryview]:
 
 def _check_entries(header: dict[str, Any]) -> int:
   """Where the arrays end, of entries that are sound and lie one after the other."""
-  whole = lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= 0
+  whole = lambda x: isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**63
   spans = []
   for name, entry in header.items():
     entry: dict[str, Any] = entry if isinstance(entry, dict) else {}

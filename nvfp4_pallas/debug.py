@@ -37,8 +37,8 @@ _on = jax.make_user_context(False)
 
 @contextlib.contextmanager
 def debug_checks() -> Iterator[None]:
-  """append, prefill and decode check values, inside jit too: `with debug_checks():`, or as a
-  decorator, `@debug_checks()`.
+  """append, prefill, decode and LlamaAttention check values, inside jit too:
+  `with debug_checks():`, or as a decorator, `@debug_checks()`.
 
   Page table entries that the call uses, and slots, must lie in the pool; no two rows may have one
   slot; kv_lens, cu_q_lens and global scales must be as RaggedBatch and PagedKVCache say. Each call
@@ -109,6 +109,20 @@ def check_attention(
     _check_page_table(batch.page_table, begin, end, num_pages, page_size)
 
   _on_values(check, _scales(cache), _starts(cache), batch)
+
+
+def check_positions(name: str, batch: RaggedBatch, positions: int) -> None:
+  """The new rows of `batch` must stand below `positions`. Where lengths are known, always."""
+
+  def check(kv_lens, cu_q_lens):
+    past = (np.diff(cu_q_lens) > 0) & (kv_lens > positions)
+    _refuse(f"{name}' kv_lens", kv_lens, past, f"be at most rope's {positions} positions")
+
+  lens = batch.kv_lens, batch.cu_q_lens
+  if any(isinstance(a, Tracer) for a in lens):
+    _on_values(check, *lens)
+  else:
+    check(*map(np.asarray, lens))
 
 
 def _on_values(check: Callable[..., None], *trees) -> None:

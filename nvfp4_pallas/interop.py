@@ -32,7 +32,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from nvfp4_pallas.cache import PagedKVCache, PagePool, check_cache
+from nvfp4_pallas.cache import PagedKVCache, PagePool, check_cache, check_page_size
+from nvfp4_pallas.format import GLOBAL_SCALE_MAX, GLOBAL_SCALE_MIN
 
 LAYOUTS = ("NHD", "HND")
 V_SCALES = ("linear", "trtllm", "vllm")
@@ -46,7 +47,7 @@ class ForeignPages:
 
   Attributes:
     k, v: codes, uint8 [..., D / 2].
-    k_scale, v_scale: block scales, float8_e4m3fn [..., D / 16].
+    k_scale, v_scale: block scales, float8_e4m3fn [..., D / 16]; no sign bit is set in any.
     k_global_scale, v_global_scale: decode multipliers of the layer.
   """
 
@@ -54,6 +55,20 @@ class ForeignPages:
   v: jax.Array
   k_scale: jax.Array
   v_scale: jax.Array
+  k_global_scale: float
+  v_global_scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedPages:
+  """A buffer of vLLM, and what it keeps beside it.
+
+  Attributes:
+    buffer: uint8 [pages, bytes of a page].
+    k_global_scale, v_global_scale: decode multipliers of the layer.
+  """
+
+  buffer: jax.Array
   k_global_scale: float
   v_global_scale: float
 
@@ -67,14 +82,27 @@ def decode_global_scale(value: float, convention: str) -> float:
       magnitude of the values: `amax_448` (block scales of up to 448 / 6), `amax_2688` (up to 448).
 
   Raises:
-    ValueError: the convention or the value is none.
+    ValueError: the convention or the value is none, or the multiplier is not within
+      [2^-64, 2^64], which no cache takes.
   """
+  return _multiplier("a global scale", value, convention)
+
+
+def _multiplier(name: str, value: float, convention: str = "decode") -> float:
   if convention not in SCALE_CONVENTIONS:
     raise ValueError(f"convention must be one of {SCALE_CONVENTIONS}, got {convention!r}")
-  value = float(value)
+  try:
+    value = float(value)
+  except TypeError:
+    raise ValueError(f"{name} must be a number, known outside jit, got {value!r}") from None
   if not (math.isfinite(value) and value > 0):
-    raise ValueError(f"a global scale must be finite and positive, got {value}")
+    raise ValueError(f"{name} must be finite and positive, got {value}")
   of = {"decode": value, "encode": 1 / value, "amax_448": value / 448, "amax_2688": value / 2688}
+  if not GLOBAL_SCALE_MIN <= of[convention] <= GLOBAL_SCALE_MAX:
+    raise ValueError(
+      f"{name} must mean a multiplier within [2^-64, 2^64], got {value} in {convention!r}, "
+      f"which is {of[convention]}"
+    )
   return of[convention]
 
 
@@ -127,7 +155,8 @@ def from_flashinfer(
   """The cache that FlashInfer's pages are; to_flashinfer's inverse.
 
   Raises:
-    ValueError: an argument breaks a rule, or no cache has such pages (their size, the head dims).
+    ValueError: an argument breaks a rule, or no cache has such pages (their size, the head dims,
+      a block scale with a sign; inside jit values are not known, and not checked).
   """
   _check_layout(layout)
   for name in ("k", "v", "k_scale", "v_scale"):
@@ -154,16 +183,21 @@ def to_sglang(cache: PagedKVCache) -> ForeignPages:
 
 def from_sglang(slots: ForeignPages, *, page_size: int) -> PagedKVCache:
   """to_sglang's inverse. `page_size` divides the number of slots."""
-  if slots.k.shape[0] % page_size:
-    raise ValueError(
-      f"page_size must divide the number of slots, got {page_size} and {slots.k.shape[0]}"
-    )
+  check_page_size(page_size)
+  for name in ("k", "v", "k_scale", "v_scale"):
+    shape = getattr(slots, name).shape
+    if len(shape) != 3:
+      raise ValueError(f"{name} must be [slots, head, row], got {shape}")
+    if shape[0] % page_size:
+      raise ValueError(
+        f"page_size must divide the number of slots, got {page_size} and {shape[0]} of {name}"
+      )
   paged = lambda a: a.reshape(-1, page_size, *a.shape[1:])
   arrays = {name: paged(getattr(slots, name)) for name in ("k", "v", "k_scale", "v_scale")}
   return from_flashinfer(dataclasses.replace(slots, **arrays), layout="NHD")
 
 
-def to_vllm(cache: PagedKVCache, *, layout: str = "HND", v_scales: str = "linear") -> jax.Array:
+def to_vllm(cache: PagedKVCache, *, layout: str = "HND", v_scales: str = "linear") -> PackedPages:
   """One buffer, uint8 [pages, bytes of a page]: [K codes | K scales | V codes | V scales].
 
   Args:
@@ -180,22 +214,28 @@ def to_vllm(cache: PagedKVCache, *, layout: str = "HND", v_scales: str = "linear
     )
   pages = to_flashinfer(cache, layout=layout, v_scales=v_scales)
   regions = (pages.k, pages.k_scale, pages.v, pages.v_scale)
-  return jnp.concatenate([_bytes(a).reshape(cache.num_pages, -1) for a in regions], axis=1)
+  buffer = jnp.concatenate([_bytes(a).reshape(cache.num_pages, -1) for a in regions], axis=1)
+  return PackedPages(buffer, pages.k_global_scale, pages.v_global_scale)
 
 
 def from_vllm(
-  buffer: jax.Array,
+  pages: PackedPages,
   *,
   page_size: int,
   num_kv_heads: int,
   head_dim: int,
-  k_global_scale: float = 1.0,
-  v_global_scale: float = 1.0,
   layout: str = "HND",
   v_scales: str = "linear",
 ) -> PagedKVCache:
-  """to_vllm's inverse; global scales are decode multipliers (decode_global_scale)."""
+  """to_vllm's inverse.
+
+  Raises:
+    ValueError: as from_flashinfer; or the buffer is not of such pages.
+  """
   _check_layout(layout)
+  if not isinstance(pages, PackedPages):
+    raise ValueError(f"pages must be PackedPages, got {type(pages).__name__}")
+  buffer = pages.buffer
   tokens = {"HND": (num_kv_heads, page_size), "NHD": (page_size, num_kv_heads)}[layout]
   widths = (head_dim // CODES_OF_BYTE, head_dim // BLOCK) * 2
   sizes = [math.prod(tokens) * width for width in widths]
@@ -211,7 +251,7 @@ def from_vllm(
   k_scale, v_scale = (
     jax.lax.bitcast_convert_type(scale, jnp.float8_e4m3fn) for scale in (k_scale, v_scale)
   )
-  scales = k_global_scale, v_global_scale
+  scales = pages.k_global_scale, pages.v_global_scale
   return from_flashinfer(
     ForeignPages(k, v, k_scale, v_scale, *scales), layout=layout, v_scales=v_scales
   )
@@ -241,8 +281,22 @@ def _pool_in(name: str, codes: jax.Array, scale: jax.Array, global_scale: float)
       f"{name} and {name}_scale must have a byte for 2 and for 16 columns of the same rows, got "
       f"{list(codes.shape)} and {list(scale.shape)}"
     )
-  multiplier = decode_global_scale(global_scale, "decode")
+  _check_no_sign(f"{name}_scale", scale)
+  multiplier = _multiplier(f"{name}_global_scale", global_scale)
   return PagePool(codes, scale, jnp.full((codes.shape[1],), multiplier, jnp.float32), "nvfp4")
+
+
+def _check_no_sign(name: str, scale: jax.Array) -> None:
+  """Kernels read a block scale as a magnitude: with a sign they need not agree."""
+  if isinstance(scale, Tracer):
+    return
+  signed = _bytes(jnp.asarray(scale)) >= 0x80
+  if signed.any():
+    place = np.argwhere(np.asarray(signed))[0].tolist()
+    value = float(np.asarray(scale)[tuple(place)])
+    raise ValueError(
+      f"{name} must not have a sign, got {value} at {place} of [page, head, token, block]"
+    )
 
 
 def _one_scale(pool: PagePool, name: str) -> float:

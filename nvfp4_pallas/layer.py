@@ -29,8 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from nvfp4_pallas.batch import RaggedBatch, token_places
+from nvfp4_pallas.batch import RaggedBatch, check_batch, token_places
 from nvfp4_pallas.cache import PagedKVCache
+from nvfp4_pallas.debug import check_positions
 from nvfp4_pallas.ops.append import append
 from nvfp4_pallas.ops.checks import FLOAT_DTYPES, check_cache, check_is_array
 from nvfp4_pallas.ops.decode import decode
@@ -84,6 +85,7 @@ def attend(
     ValueError: an argument breaks a rule (message: argument, rule, value).
     NotImplementedError: the named implementation cannot run (message: why).
   """
+  _check_is_cache(cache)
   places = _check_parts(q, k, v, chunks, decodes)
   if newest is None:
     newest = "stored" if cache.recent is None else "wide"
@@ -123,6 +125,11 @@ def attend(
   return cache, out[0] if len(out) == 1 else jnp.concatenate(out)
 
 
+def _check_is_cache(cache: PagedKVCache) -> None:
+  if not isinstance(cache, PagedKVCache):
+    raise ValueError(f"cache must be a PagedKVCache, got {type(cache).__name__}")
+
+
 def _check_parts(
   q: jax.Array, k: jax.Array, v: jax.Array, chunks: RaggedBatch | None, decodes: RaggedBatch | None
 ) -> int:
@@ -133,17 +140,22 @@ def _check_parts(
       raise ValueError(
         f"{name} must be [rows, heads, dim] of q's rows, got {x.shape} and {q.shape}"
       )
+  return _places("q", q.shape[0], chunks, decodes)
+
+
+def _places(name: str, rows: int, chunks: RaggedBatch | None, decodes: RaggedBatch | None) -> int:
+  """_check_parts of the parts alone."""
   if chunks is None and decodes is None:
     raise ValueError("chunks or decodes must be given, got neither")
-  for name, batch in (("chunks", chunks), ("decodes", decodes)):
+  for part, batch in (("chunks", chunks), ("decodes", decodes)):
     if batch is not None and not isinstance(batch, RaggedBatch):
-      raise ValueError(f"{name} must be a RaggedBatch, got {type(batch).__name__}")
+      raise ValueError(f"{part} must be a RaggedBatch, got {type(batch).__name__}")
   if decodes is None:
     return 0
-  rows, places = q.shape[0], decodes.num_seqs
+  places = decodes.num_seqs
   if places > rows or (chunks is None and places != rows):
     rule = "at least" if chunks is not None else "exactly"
-    raise ValueError(f"q must have {rule} a row for each of {places} decodes, got {rows}")
+    raise ValueError(f"{name} must have {rule} a row for each of {places} decodes, got {rows}")
   return places
 
 
@@ -169,8 +181,10 @@ def rope_table(
   From float64 on the host, so that the angles are the same numbers on every device. A model that
   scales its frequencies brings a table of its own.
   """
-  if head_dim % 2:
-    raise ValueError(f"head_dim must be even, got {head_dim}")
+  if head_dim < 2 or head_dim % 2:
+    raise ValueError(f"head_dim must be even and at least 2, got {head_dim}")
+  if length < 1:
+    raise ValueError(f"length must be at least 1, got {length}")
   frequency = base ** (-np.arange(0, head_dim, 2) / head_dim)
   angle = np.arange(length)[:, None] * frequency
   return jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)
@@ -219,7 +233,8 @@ class LlamaAttention:
       cache: of this layer; donate it under jit. Head counts and dims are the cache's.
       x: bfloat16, float16 or float32 [rows, hidden], normalised already; in bfloat16 all kernels
         take its rows.
-      rope: cos and sin of every position there may be, as of `rope_table`.
+      rope: cos and sin of every position there may be, as of `rope_table`. Inside jit a position
+        past its end takes the last one's angles, unless `debug_checks` is on.
       chunks, decodes, options: as in `attend`.
 
     Returns:
@@ -227,9 +242,10 @@ class LlamaAttention:
       residual sum.
 
     Raises:
-      ValueError, NotImplementedError: as `attend`.
+      ValueError, NotImplementedError: as `attend`; or kv_lens go past the end of rope.
     """
     self._check(cache, x, rope)
+    self._check_positions(cache, x, rope, chunks, decodes)
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     heads = lambda w, dim: product(x, w).reshape(x.shape[0], -1, dim)
     position = row_positions(x.shape[0], chunks=chunks, decodes=decodes)
@@ -240,7 +256,18 @@ class LlamaAttention:
     cache, out = attend(cache, *rows, chunks=chunks, decodes=decodes, **options)
     return cache, product(out.reshape(x.shape[0], -1), self.o_proj).astype(x.dtype)
 
+  @staticmethod
+  def _check_positions(cache, x, rope, chunks, decodes) -> None:
+    """Every row must have angles of its own: the batches as `attend` checks them, and their end."""
+    rows = x.shape[0]
+    places = _places("x", rows, chunks, decodes)
+    for name, batch, count in (("chunks", chunks, rows - places), ("decodes", decodes, places)):
+      if batch is not None:
+        check_batch(batch, num_tokens=count, page_size=cache.page_size, appends=True)
+        check_positions(name, batch, rope[0].shape[0])
+
   def _check(self, cache: PagedKVCache, x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> None:
+    _check_is_cache(cache)
     check_cache(cache)
     check_is_array("x", x)
     if x.ndim != 2 or x.dtype not in FLOAT_DTYPES:
@@ -262,12 +289,20 @@ class LlamaAttention:
           f"{name} must be {x.dtype} {shape} for {cache.num_kv_heads} KV heads of {k_dim} and "
           f"{v_dim}, got {weight.dtype} {weight.shape}"
         )
+    several = isinstance(rope, (tuple, list))
+    if not several or len(rope) != 2:
+      got = f"{len(rope)} of them" if several else type(rope).__name__
+      raise ValueError(f"rope must be a pair of cos and sin, got {got}")
     for name, table in zip(("cos", "sin"), rope, strict=True):
+      check_is_array(f"rope's {name}", table)
       if table.ndim != 2 or table.shape[1] != k_dim // 2 or table.dtype != jnp.float32:
         raise ValueError(
           f"rope's {name} must be float32 [positions, {k_dim // 2}], got {table.dtype} "
           f"{table.shape}"
         )
+    lengths = tuple(len(table) for table in rope)
+    if lengths[0] != lengths[1] or not lengths[0]:
+      raise ValueError(f"rope's cos and sin must be equally long, 1 or more, got {lengths}")
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

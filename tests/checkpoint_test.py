@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import struct
 import tempfile
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -175,6 +177,8 @@ class CheckpointTest(EqualityTest):
     (["__metadata__"], [], "__metadata__ must be a table of texts"),
     (["__metadata__", "recent_window"], 20, "__metadata__ must be a table of texts"),
     (["__metadata__", "recent_window"], "20", "lacks .'k', 'v', 'starts'"),
+    (["__metadata__", "recent_window"], "9" * 5000, "recent_window must be a number of tokens"),
+    (["v.data"], {"dtype": "U8", "shape": [0, 2**63], "data_offsets": [0, 0]}, "v.data must have"),
     (
       ["k.global_scale", "data_offsets"],
       [0, 8],
@@ -200,15 +204,48 @@ class CheckpointTest(EqualityTest):
     with self.assertRaisesRegex(checkpoint.CheckpointError, "not JSON"):
       checkpoint.restore(self.path)
 
+  @parameterized.parameters(
+    ("[" * 100_000,),
+    ('{"v.data": ' + "9" * 5000 + "}",),
+    ("\xff",),
+  )
+  def test_headers_that_python_does_not_read(self, text):
+    raw = text.encode("latin-1")
+    self.path.write_bytes(struct.pack("<Q", len(raw)) + raw)
+    with self.assertRaisesRegex(checkpoint.CheckpointError, "header is not JSON"):
+      checkpoint.restore(self.path)
+
   def test_a_failed_save_leaves_the_last_one(self):
     cache = filled_cache()
     checkpoint.save(cache, self.path)
-    broken = dataclasses.replace(
-      cache, v=dataclasses.replace(cache.v, data=jnp.zeros((1,), jnp.int16))
-    )
-    with self.assertRaises(KeyError):
-      checkpoint.save(broken, self.path)
+    broken = dataclasses.replace(cache.v, data=cache.v.data.astype(jnp.int16))
+    with self.assertRaisesRegex(ValueError, "cache.v.data of format nvfp4 must be uint8, got int"):
+      checkpoint.save(dataclasses.replace(cache, v=broken), self.path)
+    full = mock.patch.object(checkpoint.os, "fsync", side_effect=OSError("no space left"))
+    with full, self.assertRaisesRegex(OSError, "no space left"):
+      checkpoint.save(filled_cache(num_pages=2), self.path)
     self.check_equal(checkpoint.restore(self.path), cache)
+    self.assertEqual([p.name for p in self.path.parent.iterdir()], [self.path.name])
+
+  def test_saves_to_one_path_at_a_time(self):
+    """While one is about to finish another comes and goes; the first then replaces its file."""
+    early, late = filled_cache(num_pages=2), filled_cache(num_pages=3)
+    fsync, seen = os.fsync, []
+
+    def another(descriptor):
+      fsync(descriptor)
+      if not seen:
+        seen.append("late waits")
+        checkpoint.save(early, self.path)
+        self.check_equal(checkpoint.restore(self.path), early)
+      else:
+        seen.append("early")
+
+    with mock.patch.object(checkpoint.os, "fsync", side_effect=another):
+      checkpoint.save(late, self.path)
+    self.assertEqual(seen, ["late waits", "early"])
+    self.check_equal(checkpoint.restore(self.path), late)
+    self.assertEqual([p.name for p in self.path.parent.iterdir()], [self.path.name])
 
 
 class PagesTest(EqualityTest):
@@ -241,6 +278,7 @@ class PagesTest(EqualityTest):
     for call, message in (
       (lambda: checkpoint.fetch_pages(cache, [5]), r"below num_pages = 5, got \[5\]"),
       (lambda: checkpoint.fetch_pages(cache, [-1, 2]), r"got \[-1\]"),
+      (lambda: checkpoint.fetch_pages(cache, [2**63]), r"got \[9223372036854775808\]"),
       (lambda: checkpoint.fetch_pages(cache, [1.5]), "pages must be whole numbers, got float64"),
       (lambda: checkpoint.fetch_rings(cache, [0]), "cache must have a recent window"),
       (

@@ -1,6 +1,7 @@
 """Pages of other engines: built here element by element from their descriptions."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,19 +88,12 @@ class InteropTest(TestCase):
           for s in range(8):
             row, column = divmod(v_scale_place(order, t, s, 8), 8)
             built[:, scale_begin + 8 * row_of(row) + column] = scales[:, head, t, s]
-    buffer = interop.to_vllm(cache, layout=layout, v_scales=v_scales)
-    self.assertEqual(buffer.dtype, jnp.uint8)
-    np.testing.assert_array_equal(buffer, built)
-    back = interop.from_vllm(
-      buffer,
-      page_size=PAGE,
-      num_kv_heads=HEADS,
-      head_dim=128,
-      k_global_scale=0.5,
-      v_global_scale=3.0,
-      layout=layout,
-      v_scales=v_scales,
-    )
+    pages = interop.to_vllm(cache, layout=layout, v_scales=v_scales)
+    self.assertEqual(pages.buffer.dtype, jnp.uint8)
+    np.testing.assert_array_equal(pages.buffer, built)
+    self.assertEqual((pages.k_global_scale, pages.v_global_scale), (0.5, 3.0))
+    sizes = {"page_size": PAGE, "num_kv_heads": HEADS, "head_dim": 128}
+    back = interop.from_vllm(pages, **sizes, layout=layout, v_scales=v_scales)
     self.check_equal(back, cache)
 
   def test_sglang(self):
@@ -150,6 +144,33 @@ class InteropTest(TestCase):
       with self.assertRaisesRegex(ValueError, "finite and positive"):
         interop.foreign_global_scale(value, convention)
 
+  @parameterized.parameters(
+    (5e-324, "encode", "within .*, got 5e-324 in 'encode', which is inf"),
+    (5e-324, "amax_2688", "within .*, got 5e-324 in 'amax_2688', which is 0.0"),
+    (2.0**65, "decode", "within .*2.*64.*, got 3.6"),
+    (None, "decode", "must be a number, known outside jit, got None"),
+  )
+  def test_global_scales_that_no_cache_takes(self, value, convention, message):
+    with self.assertRaisesRegex(ValueError, "a global scale .*" + message):
+      interop.decode_global_scale(value, convention)
+    with self.assertRaisesRegex(ValueError, "a global scale must mean a multiplier within"):
+      interop.foreign_global_scale(1e308, "amax_2688")
+    pages = dataclasses.replace(interop.to_vllm(random_cache()), v_global_scale=value)
+    if convention == "decode":
+      with self.assertRaisesRegex(ValueError, "v_global_scale .*" + message):
+        interop.from_vllm(pages, page_size=PAGE, num_kv_heads=HEADS, head_dim=64)
+
+  @parameterized.parameters("k_scale", "v_scale")
+  def test_block_scales_with_a_sign(self, name):
+    pages = interop.to_flashinfer(random_cache(), layout="HND")
+    scale = as_bytes(getattr(pages, name)).copy()
+    scale[1, 0, 3, 2] = 0xB8
+    signed = dataclasses.replace(pages, **{name: jnp.asarray(scale.view(ml_dtypes.float8_e4m3fn))})
+    with self.assertRaisesRegex(
+      ValueError, rf"{name} must not have a sign, got -1.0 at \[1, 0, 3, 2\]"
+    ):
+      interop.from_flashinfer(signed, layout="HND")
+
   def test_what_a_layout_cannot_hold(self):
     cache = random_cache()
     k = dataclasses.replace(cache.k, global_scale=jnp.asarray([1.0, 2.0]))
@@ -175,7 +196,7 @@ class InteropTest(TestCase):
 
   def test_what_is_no_such_layout(self):
     cache = random_cache()
-    pages, buffer = interop.to_flashinfer(cache), interop.to_vllm(cache)
+    pages, packed = interop.to_flashinfer(cache), interop.to_vllm(cache)
     with self.assertRaisesRegex(ValueError, r"v_scale must be float8_e4m3fn, got uint8"):
       interop.from_flashinfer(dataclasses.replace(pages, v_scale=as_bytes(pages.v_scale)))
     with self.assertRaisesRegex(ValueError, "page_size must be one of .*, got 8"):
@@ -192,9 +213,22 @@ class InteropTest(TestCase):
     with self.assertRaisesRegex(
       ValueError, r"buffer must be uint8 \[pages, 2304\].*got uint8 \[3, 2303\]"
     ):
-      interop.from_vllm(buffer[:, 1:], page_size=PAGE, num_kv_heads=HEADS, head_dim=64)
-    with self.assertRaisesRegex(ValueError, "must divide the number of slots, got 32 and 48"):
-      interop.from_sglang(interop.to_sglang(cache), page_size=32)
+      narrow = dataclasses.replace(packed, buffer=packed.buffer[:, 1:])
+      interop.from_vllm(narrow, page_size=PAGE, num_kv_heads=HEADS, head_dim=64)
+    with self.assertRaisesRegex(ValueError, "pages must be PackedPages, got ArrayImpl"):
+      buffer: Any = packed.buffer
+      interop.from_vllm(buffer, page_size=PAGE, num_kv_heads=HEADS, head_dim=64)
+
+  def test_slots_that_are_no_pages(self):
+    slots = interop.to_sglang(random_cache())
+    for page_size, message, changes in (
+      (32, "page_size must divide the number of slots, got 32 and 48 of k", {}),
+      (0, "page_size must be one of .*, got 0", {}),
+      (16, "must divide the number of slots, got 16 and 47 of v", {"v": slots.v[:47]}),
+      (16, r"v_scale must be \[slots, head, row\], got \(\)", {"v_scale": jnp.zeros(())}),
+    ):
+      with self.assertRaisesRegex(ValueError, message):
+        interop.from_sglang(dataclasses.replace(slots, **changes), page_size=page_size)
 
 
 class RingsTest(TestCase):

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 from unittest import mock
 
 import jax
@@ -340,6 +341,67 @@ class ArgumentsTest(TestCase):
     with self.assertRaisesRegex(NotImplementedError, "'mosaic_sm90' cannot run"):
       jax.eval_shape(functools.partial(nv.attend, **how), cache, *rows)
 
+  def attend_nothing(self):
+    """attend's place is taken by a copy of q: what compiles is rope and its checks."""
+    attend = lambda cache, q, k, v, **_: (cache, q)
+    self.enter_context(mock.patch.object(layer, "attend", side_effect=attend))
+
+  @parameterized.parameters("chunks", "decodes")
+  def test_positions_past_the_rope(self, part):
+    """40 tokens, of which the newest stand past a table of 39: known lengths, and inside jit."""
+    self.attend_nothing()
+    w, cache, rope = weights(), new_cache(), nv.rope_table(DIM, 39)
+    rows = 1 if part == "decodes" else 3
+    call = lambda rope, batch: w(cache, X[:rows], rope, **{part: batch})[1]
+    batch, shorter = (ragged(TABLE, [kv_len], [rows]) for kv_len in (40, 39))
+    message = rf"{part}' kv_lens\[0\] must be at most rope's 39 positions, got 40"
+    with self.assertRaisesRegex(ValueError, message):
+      call(rope, batch)
+    jitted = jax.jit(call)
+    jitted(rope, batch).block_until_ready()  # clipped, as long as nobody asks
+    with nv.debug_checks():
+      jitted(rope, shorter).block_until_ready()
+      with self.assertRaisesRegex(jax.errors.JaxRuntimeError, message):
+        jitted(rope, batch).block_until_ready()
+        jax.effects_barrier()
+
+  def test_places_without_rows_need_no_angles(self):
+    self.attend_nothing()
+    rope, batch = nv.rope_table(DIM, 16), ragged([[5, 0, 9], [1, 2, 3]], [40, 3], [0, 3])
+    _, y = weights()(new_cache(), X[:3], rope, chunks=batch)
+    self.assertTrue(np.asarray(y).any())
+
+  @parameterized.parameters(
+    (lambda: None, "rope must be a pair of cos and sin, got NoneType"),
+    (lambda: (*ROPE, ROPE[0]), "rope must be a pair of cos and sin, got 3 of them"),
+    (lambda: (ROPE[0], None), "rope's sin must be an array, got NoneType"),
+    (lambda: (ROPE[0], ROPE[1][:9]), r"must be equally long, 1 or more, got \(256, 9\)"),
+    (lambda: (ROPE[0][:0],) * 2, r"must be equally long, 1 or more, got \(0, 0\)"),
+    (lambda: nv.rope_table(DIM, 0), "length must be at least 1, got 0"),
+    (lambda: nv.rope_table(DIM, -1), "length must be at least 1, got -1"),
+    (lambda: nv.rope_table(0, 16), "head_dim must be even and at least 2, got 0"),
+  )
+  def test_bad_rope(self, rope, message):
+    with self.assertRaisesRegex(ValueError, message):
+      weights()(new_cache(), X[:3], rope(), chunks=ragged(TABLE, [3], [3]))
+
+  def test_no_cache(self):
+    none: Any = None
+    batch = ragged(TABLE, [3], [3])
+    with self.assertRaisesRegex(ValueError, "cache must be a PagedKVCache, got NoneType"):
+      nv.attend(none, *qkv(3), chunks=batch)
+    with self.assertRaisesRegex(ValueError, "cache must be a PagedKVCache, got NoneType"):
+      weights()(none, X[:3], ROPE, chunks=batch)
+
+  def test_bad_parts_of_a_layer(self):
+    call = lambda **parts: weights()(new_cache(), X[:3], ROPE, **parts)
+    with self.assertRaisesRegex(ValueError, "chunks or decodes must be given, got neither"):
+      call()
+    with self.assertRaisesRegex(ValueError, "chunks must be a RaggedBatch, got ArrayImpl"):
+      call(chunks=TABLE)
+    with self.assertRaisesRegex(ValueError, "x must have exactly a row for each of 1 decodes"):
+      call(decodes=nv.RaggedBatch.for_decode(TABLE, jnp.ones(1, jnp.int32)))
+
   def test_bad_weights_and_rows(self):
     w, cache, batch = weights(), new_cache(), ragged(TABLE, [3], [3])
     call = lambda w=w, x=X[:3], rope=ROPE: w(cache, x, rope, chunks=batch)
@@ -357,7 +419,7 @@ class ArgumentsTest(TestCase):
       call(x=X[None, :3])
     with self.assertRaisesRegex(ValueError, r"rope's cos must be float32 \[positions, 32\]"):
       call(rope=nv.rope_table(128, 16))
-    with self.assertRaisesRegex(ValueError, "head_dim must be even, got 63"):
+    with self.assertRaisesRegex(ValueError, "head_dim must be even and at least 2, got 63"):
       nv.rope_table(63, 4)
 
 

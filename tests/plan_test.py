@@ -1,6 +1,9 @@
 """What fits on a device, against what create allocates."""
 
+import contextlib
 import dataclasses
+import io
+import re
 
 import jax
 from absl.testing import absltest, parameterized
@@ -115,9 +118,45 @@ class PlanTest(TestCase):
     with self.assertRaisesRegex(ValueError, "tensor must divide kv_heads, got 3 and 4"):
       dataclasses.replace(SMALL, tensor=3)
 
-  def test_table_fits_a_terminal(self):
-    for line in plan.lines(SMALL, 2**30, 131072):
-      self.assertLessEqual(len(line), 120)
+  @parameterized.parameters((2**30, 131_072), (100 * 2**30, 2**20), (2**50, 1), (0, 8192))
+  def test_table_fits_a_terminal(self, budget, kv_len):
+    wide = dataclasses.replace(SMALL, kv_heads=128, tensor=128, context=128, data=1024)
+    for model in (SMALL, wide):
+      printed = plan.lines(model, budget, kv_len)
+      for line in printed:
+        self.assertLessEqual(len(line), 100)
+      rows = [re.split(r"\s+", line) for line in printed if re.match(r"(bf16|fp8|nvfp4), ", line)]
+      parts = len(rows) // len(plan.FORMATS)  # two tables, where one would be too wide
+      self.assertLen(rows, parts * len(plan.FORMATS))
+      self.assertEqual(sum(len(row) - 2 for row in rows), 5 * len(plan.FORMATS))
+      self.assertEqual("No page: the smallest" in "\n".join(printed), budget == 0)
+
+  def run_main(self, *options) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+      try:
+        return plan.main(list(options)), out.getvalue(), err.getvalue()
+      except SystemExit as exit:
+        return int(exit.code or 0), out.getvalue(), err.getvalue()
+
+  def test_command(self):
+    code, out, err = self.run_main("--kv-len", "1048576", "--layers", "1")
+    self.assertEqual((code, err), (0, ""))
+    self.assertIn("125.0 GiB a device for caches; sequences of 1,048,576 tokens", out)
+
+  @parameterized.parameters(
+    ("--memory-gib nan", "memory_gib must be above 0, at most 1048576, got nan"),
+    ("--memory-gib inf", "memory_gib must be above 0, at most 1048576, got inf"),
+    ("--memory-gib -1", "memory_gib must be above 0, at most 1048576, got -1.0"),
+    ("--weights-gib nan", "weights_gib must be from 0 to below memory_gib = 141.0, got nan"),
+    ("--weights-gib -1", "weights_gib must be from 0 to below memory_gib = 141.0, got -1.0"),
+    ("--weights-gib 141", "weights_gib must be from 0 to below memory_gib = 141.0, got 141.0"),
+    ("--v-head-dim 0", "v_head_dim must be a multiple of 16 from 64 to 256, got 0"),
+  )
+  def test_options_that_are_none(self, options, message):
+    code, out, err = self.run_main(*options.split())
+    self.assertEqual((code, out), (2, ""))
+    self.assertIn(message, err)
 
 
 if __name__ == "__main__":
