@@ -19,7 +19,7 @@ import dataclasses
 import sys
 import textwrap
 
-from benchmarks import serve_options
+from benchmarks import serve_ignored, serve_options
 from benchmarks.serve_balance import Balance, balance, rejections
 from benchmarks.serve_costs import committed_appends
 from benchmarks.serve_flips import Mix, dials
@@ -39,13 +39,20 @@ def main(argv: list[str]) -> int:
     description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  parser.add_argument("--formats", nargs="+", choices=FORMATS, default=SOME)
+  parser.add_argument(
+    "--formats",
+    nargs="+",
+    choices=FORMATS,
+    default=SOME,
+    metavar="FORMAT",
+    help=f"of {', '.join(FORMATS)}; default: {' '.join(SOME)}",
+  )
   parser.add_argument(
     "--no-mix", action="store_true", help="look for no other mix: many more runs, long for traces"
   )
   serve_options.add_workload(parser)
   serve_options.add_server(parser)
-  options = parser.parse_args(argv)
+  options = serve_ignored.parse(parser, argv)
   try:
     server, workload = serve_options.setup(options), serve_options.workload(options)
     server = dataclasses.replace(server, appends=committed_appends())  # read once for all runs

@@ -27,7 +27,11 @@ import sys
 
 def main(argv: list[str]) -> int:
   command, rest = (argv[0], argv[1:]) if argv and argv[0] in _COMMANDS else ("small", argv)
-  return _COMMANDS[command](rest)
+  try:
+    return _COMMANDS[command](rest)
+  except KeyboardInterrupt:  # commands that have something to keep catch it themselves
+    print("interrupted", file=sys.stderr)
+    return 130
 
 
 def _small(argv):

@@ -5,10 +5,9 @@
     serve --simulate --case seeds                           the two articles' thirty requests
     serve --simulate --sweep capacity --plot a.png          context length and concurrency
     serve --simulate --sweep reuse                          prefix reuse from 0 to 95 %
-    serve --live --concurrency 32 --max-num-seqs 64 --budget 2048 --layers 8 --pool-gib 2 \
+    serve --live --concurrency 32 --max-num-seqs 64 --budget 2048 --layers 8 --pool-gib 3 \\
       --output 512                                          real kernels, beside the simulator
-    serve --live --model smollm2-135m --max-num-seqs 4 --budget 128 --pool-gib .02 \
-      --requests 4 --prompt 300 --output 20                 on a CPU
+    serve --live                                            on a CPU: SmolLM2, few requests
 
 Formats get pages of the same bytes and requests at the same times. A step's attention takes as
 long as was measured on an H200 (serve_costs.py, also for the choices of --costs), everything else
@@ -16,8 +15,10 @@ as long for every format (serve_model.py). The live engine takes the same schedu
 decoder of random weights, or with SmolLM2; the simulator knows the decoder without attention from
 steps timed on the same machine, attention and appends from the costs. The exit code is 1 where it
 decides otherwise or, on the device of the costs, one of its times is off by more than a fifth: to
-the last token, of steps that read and that only decode, to the first token and between two. A
-trace that breaks off is served up to there; the exit code is then 1 too.
+the last token, of steps that read and that only decode, of each kind of step that is taken often,
+to the first token (median and p90) and between two. A trace that breaks off is served up to there;
+the exit code is then 1 too, and where nothing is served at all. After Ctrl-C it is 130: what was
+served until then is told and written, with `error` in the row of the format that was cut.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from benchmarks import serve_case, serve_options, serve_sweeps, serve_table
+from benchmarks import serve_case, serve_ignored, serve_options, serve_sweeps, serve_table
 from benchmarks.serve_formats import BASELINE, FORMATS
 from benchmarks.serve_metrics import Metrics, Slo, measure
+from benchmarks.serve_run import Interrupted, Run
 from benchmarks.serve_setup import GIB, Setup
 from benchmarks.serve_workloads import Workload
 
 SOME = ("bf16", "fp8", "fp8_nvfp4", "nvfp4", "nvfp4_dequant", "nvfp4_repack", "nvfp4_a8q")
 LIVE = ("fp8", "nvfp4")
+INTERRUPTED = 130  # the exit code, as a shell has it
 MESSAGES = 8  # of rejected requests that are printed
 
 
@@ -53,9 +56,15 @@ def main(argv: list[str]) -> int:
   add("--case", choices=("seeds",), help="instead: a published case")
   add("--sweep", choices=serve_sweeps.SWEEPS, help="instead: against FP8, many servers")
   add("--plot", type=pathlib.Path, metavar="FILE.png", help="also draw the sweep")
-  add("--formats", nargs="+", choices=FORMATS, help="default: most; of sweeps nvfp4")
+  told = f"of {', '.join(FORMATS)}; default: most, live {' and '.join(LIVE)}, of sweeps nvfp4"
+  add("--formats", nargs="+", choices=FORMATS, metavar="FORMAT", help=told)
   add("--slo", nargs=2, type=float, default=(2.0, 0.1), metavar=("TTFT", "ITL"))
-  add("--out", type=pathlib.Path, metavar="FILE.jsonl", help="also write rows as they come")
+  add(
+    "--out",
+    type=pathlib.Path,
+    metavar="FILE.jsonl",
+    help="also write rows as they come, to a new file",
+  )
   serve_options.add_workload(parser)
   serve_options.add_server(parser)
   live = parser.add_argument_group("live").add_argument
@@ -64,16 +73,21 @@ def main(argv: list[str]) -> int:
   live("--compilers", type=int, default=4, metavar="N", help="steps compiled at a time")
   live("--revision", help="of rows from a machine without a checkout")
   live("--write-model-costs", type=pathlib.Path, metavar="FILE.json", help="for --model-costs")
-  options = parser.parse_args(argv)
+  options = serve_ignored.parse(parser, argv)
+  if options.live:
+    from benchmarks import serve_live
+
+    asked = options.model if "model" in options.given else None
+    parser.set_defaults(**serve_live.defaults(asked))
+    options = serve_ignored.parse(parser, argv)
   if options.plot and not options.sweep:
     parser.error("--plot needs --sweep")
   if options.live and (options.case or options.sweep):
     parser.error("--live serves requests, neither a --case nor a --sweep")
   if options.compilers < 1:
     parser.error(f"compilers must be at least 1, got {options.compilers}")
-  if options.live and options.model_costs:
-    parser.error("--live times the model itself, --model-costs is for --simulate")
   try:
+    Slo(*options.slo)  # checks them
     if options.case:
       print("\n".join(serve_case.lines(serve_case.run())))
       return 0
@@ -94,19 +108,43 @@ def main(argv: list[str]) -> int:
 def _simulate(server: Setup, workload: Workload, options) -> int:
   print(f"{workload.name}: {len(workload.items):,} requests\n{serve_options.costs_told(server)}")
   found: dict[str, Metrics] = {}
-  rejected: list[str] = []
+  rejected, rows, interrupted = [], [], None
+
+  def keep(name: str, run: Run) -> None:
+    found[name] = measure(run, Slo(*options.slo))
+    rejected.extend(f"{name}: {message}" for message in run.rejected)
+    rows.append(_row(server, workload, name, found[name], run.error))
+    _write(rows, options.out)
+
   for name in options.formats or SOME:
     try:
-      run = server.simulate(workload, FORMATS[name])
+      keep(name, server.simulate(workload, FORMATS[name]))
     except ValueError as error:  # a pool without a page of it, costs that were not measured
       print(f"{name}: {error}", file=sys.stderr)
-      continue
-    found[name] = measure(run, Slo(*options.slo))
-    rejected += [f"{name}: {message}" for message in run.rejected]
-    _write((_row(server, workload, name, m) for name, m in found.items()), options.out)
+    except KeyboardInterrupt as error:
+      interrupted = _interrupted(name, error, keep)
+      break
   print("\n".join(serve_table.lines(server, found)))
   _tell(rejected, workload)
-  return 1 if workload.error is not None or not found else 0
+  if interrupted is not None:
+    print(interrupted, file=sys.stderr)
+    return INTERRUPTED
+  return 1 if workload.error is not None or _nothing_served(found) else 0
+
+
+def _nothing_served(found: dict[str, Metrics]) -> bool:
+  if any(m.request_success for m in found.values()):
+    return False
+  print("no request was served", file=sys.stderr)
+  return True
+
+
+def _interrupted(name: str, error: KeyboardInterrupt, keep: Callable[[str, Run], None]) -> str:
+  """Keeps what was served of a format; returns what is to be told."""
+  if not isinstance(error, Interrupted):
+    return f"interrupted before {name} was served"
+  keep(name, error.run)
+  return f"{name}: {error.run.error}; its row counts what was served until then"
 
 
 def _tell(rejected: list[str], workload: Workload) -> None:
@@ -135,28 +173,38 @@ def _live(server: Setup, workload: Workload, options) -> int:
     flush=True,
   )
   found: dict[str, Metrics] = {}
-  rejected, faults, rows = [], [], []
+  rejected, faults, rows, interrupted = [], [], [], None
   model_costs = None
+
+  def keep(name: str, run: Run, of: dict | None = None) -> None:
+    found[name] = measure(run, Slo(*options.slo))
+    rejected.extend(f"{name}: {message}" for message in run.rejected)
+    row = _row(server, workload, name, found[name], run.error)
+    rows.append({"run": "live", **row, **(of or serve_live.where(options.revision))})
+    _write(rows, options.out)
+
   for name in options.formats or LIVE:
-    pair = serve_live.run(
-      server,
-      decoder,
-      workload,
-      FORMATS[name],
-      options.implementation,
-      model_costs,
-      compilers=options.compilers,
-    )
+    try:
+      pair = serve_live.run(
+        server,
+        decoder,
+        workload,
+        FORMATS[name],
+        options.implementation,
+        model_costs,
+        compilers=options.compilers,
+      )
+    except KeyboardInterrupt as error:
+      interrupted = _interrupted(name, error, keep)
+      break
     model_costs = pair.model_costs
-    found[name] = measure(pair.live, Slo(*options.slo))
-    rejected += [f"{name}: {message}" for message in pair.live.rejected]
     faults += serve_live.judge(server, workload, pair)
-    faults += filter(None, [pair.live.error])
     print("\n".join(serve_live.lines(server, workload, pair)), flush=True)
     of = serve_live.row_fields(pair, options.revision)
-    for kind, run in (("live", pair.live), ("simulated", pair.simulated)):
-      row = _row(server, workload, name, measure(run, Slo(*options.slo)))
-      rows.append({"run": kind, **row, **of})
+    keep(name, pair.live, of)
+    predicted = measure(pair.simulated, Slo(*options.slo))
+    row = _row(server, workload, name, predicted, pair.simulated.error)
+    rows.append({"run": "simulated", **row, **of})
     _write(rows, options.out)
     if options.write_model_costs is not None:
       pair.model_costs.save(options.write_model_costs)
@@ -164,7 +212,10 @@ def _live(server: Setup, workload: Workload, options) -> int:
   _tell(rejected, workload)
   for fault in faults:
     print(f"FAILED: {fault}", file=sys.stderr)
-  return 1 if faults or workload.error is not None else 0
+  if interrupted is not None:
+    print(interrupted, file=sys.stderr)
+    return INTERRUPTED
+  return 1 if faults or workload.error is not None or _nothing_served(found) else 0
 
 
 def _sweep(server: Setup, options) -> int:
@@ -176,23 +227,35 @@ def _sweep(server: Setup, options) -> int:
   print(told)
   points: list[serve_sweeps.Point] = []
   if options.sweep == "capacity":
+    contexts = [tokens for tokens in serve_sweeps.CONTEXTS if tokens > options.output]
+    if not contexts:
+      raise ValueError(
+        f"output must be less than the longest context of {max(serve_sweeps.CONTEXTS):,} tokens, "
+        f"got {options.output:,}"
+      )
     found = serve_sweeps.capacity(
       server,
       other,
       output=options.output,
-      contexts=serve_sweeps.CONTEXTS,
+      contexts=contexts,
       concurrencies=serve_sweeps.CONCURRENCIES,
     )
   else:
     given = ("requests", "prompt", "output", "spread", "documents", "seed")
     sizes = {name: getattr(options, name) for name in given}
     found = serve_sweeps.reuse(server, other, reuses=serve_sweeps.REUSES, **sizes)
-  for point in found:
-    points.append(point)
-    _write(map(dataclasses.asdict, points), options.out)
+  interrupted = False
+  try:
+    for point in found:
+      points.append(point)
+      _write(map(dataclasses.asdict, points), options.out)
+  except KeyboardInterrupt:  # half a point says nothing
+    interrupted = True
+  if interrupted:
+    print(f"interrupted after {len(points)} points", file=sys.stderr)
   lines = {"capacity": serve_sweeps.capacity_lines, "reuse": serve_sweeps.reuse_lines}
   print("\n".join(lines[options.sweep](points, other)))
-  if options.plot is not None:
+  if options.plot is not None and not interrupted:
     from benchmarks import serve_plot
 
     title = f"{options.model}, {server.pool_bytes / GIB:g} GiB of cache\n{told}"
@@ -202,14 +265,15 @@ def _sweep(server: Setup, options) -> int:
     else:
       serve_plot.draw_reuse(points, other, title, options.plot)
     print(f"drawn: {options.plot}")
-  return 0
+  return INTERRUPTED if interrupted else 0
 
 
-def _row(server: Setup, workload: Workload, name: str, m: Metrics) -> dict:
+def _row(server: Setup, workload: Workload, name: str, m: Metrics, error: str | None) -> dict:
   return {
     "workload": workload.name,
     "format": name,
-    "costs": serve_options.costs_told(server),
+    "error": error,
+    "costs": " ".join(serve_options.costs_told(server).split()),
     "pages": server.pages(FORMATS[name]),
     "bytes_per_token": server.model.heads.token_bytes(FORMATS[name]),
     **dataclasses.asdict(m),
@@ -219,5 +283,4 @@ def _row(server: Setup, workload: Workload, name: str, m: Metrics) -> dict:
 def _write(rows: Iterable[dict], path: pathlib.Path | None) -> None:
   """A JSON line each; called again with all there is whenever there is one more."""
   if path is not None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -27,6 +27,12 @@ class Slo:
   time_to_first_token: float = 2.0
   inter_token_latency: float = 0.1
 
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if not value > 0:
+        raise ValueError(f"slo's {field.name} must be positive seconds, got {value}")
+
   def kept_by(self, of: Timeline) -> bool:
     if of.finished is None or of.first is None:
       return False

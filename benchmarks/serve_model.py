@@ -141,5 +141,12 @@ class Measured:
 
   @classmethod
   def load(cls, path: str | pathlib.Path) -> Measured:
-    fields = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    return cls(tuple(fields["read"]), tuple(fields["times"]))
+    """Of a file that `save` wrote; ValueError, which names the file, where it is none."""
+    text = pathlib.Path(path).read_text(encoding="utf-8")
+    try:
+      fields = json.loads(text)
+      return cls(tuple(fields["read"]), tuple(fields["times"]))
+    except KeyError as error:
+      raise ValueError(f"{path} must be costs of a model, it has no {error}") from None
+    except (TypeError, ValueError) as error:
+      raise ValueError(f"{path} must be costs of a model: {error}") from None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import pathlib
 
+from benchmarks import serve_files
 from benchmarks.serve_costs import COSTS
 from benchmarks.serve_model import MODELS, Measured
 from benchmarks.serve_policies import POLICIES, Vllm
-from benchmarks.serve_setup import GIB, Setup
+from benchmarks.serve_setup import GIB, MEASURED_PAGE_SIZE, Setup
 from benchmarks.serve_workloads import Workload, generate, read, write
 from benchmarks.sources import kernel_hash
 from nvfp4_pallas.policy import CostTable
@@ -30,11 +32,14 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
   add("--poisson", action="store_true", help="arrivals at random")
   add("--seed", type=int, default=0)
   add("--keep", type=pathlib.Path, metavar="FILE.jsonl", help="write them down, for --trace")
+  add("--overwrite", action="store_true", help="lose what is in the files that are written")
 
 
 def workload(options: argparse.Namespace) -> Workload:
   """Raises ValueError where options make no requests, OSError where a file cannot be opened."""
   made = _workload(options)
+  if not made.items:
+    raise ValueError(made.error or f"trace must have at least a request, {made.name} has none")
   if options.keep is not None:
     write(made.items, options.keep)
   return made
@@ -86,7 +91,9 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def setup(options: argparse.Namespace) -> Setup:
-  """Raises ValueError where options do not go together, OSError where a file cannot be read."""
+  """Raises ValueError where options do not go together, OSError where a file cannot be read or
+  written."""
+  serve_files.check(options)
   policy = POLICIES[options.policy]
   if options.policy == "vllm":
     policy = lambda: Vllm(options.watermark, not options.first_chunk)
@@ -94,6 +101,8 @@ def setup(options: argparse.Namespace) -> Setup:
     raise ValueError(f"watermark and first_chunk need policy vllm, got {options.policy}")
   policy()  # checks its options
   gib = DEFAULT_GIB if options.pool_gib is None else options.pool_gib
+  if not 0 < gib < math.inf:
+    raise ValueError(f"pool_gib must be positive and finite, got {gib}")
   return Setup(
     model=MODELS[options.model],
     pool_bytes=round(gib * GIB),
@@ -113,12 +122,24 @@ def setup(options: argparse.Namespace) -> Setup:
 
 
 def costs_told(server: Setup) -> str:
-  """Where the costs of attention come from, and whether they are of these kernels."""
+  """Where the costs of attention come from, whether they are of these kernels, and in a line of
+  its own what is not in them."""
   if server.costs == "seeds":
     return "attention costs: the articles', RTX PRO 5000"
   table = CostTable.h200() if server.table is None else server.table
   stale = any(kernel_hash(names) != key for key, names in table.kernel_hashes.items())
-  return (
+  told = (
     f"attention costs: {server.costs}, {table.device}, {table.revision}"
     f"{'; STALE, kernels changed since' if stale else ''}"
   )
+  here = []
+  if server.page_size != MEASURED_PAGE_SIZE:
+    here.append(f"pages of {server.page_size}")
+  if server.recent_window:
+    here.append(f"a window of {server.recent_window}")
+  if here:
+    told += (
+      f"\n  as measured with pages of {MEASURED_PAGE_SIZE} tokens and no window, taken for "
+      f"{' and '.join(here)}"
+    )
+  return told

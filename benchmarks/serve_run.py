@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -97,7 +98,7 @@ class Run:
     scheduler: with the pool, and what both counted.
     timelines: of all requests that were accepted, in the order of their arrival.
     rejected: messages of those that were not.
-    error: why the workload or the run ended early, or None.
+    error: why the workload ended early, or that the run was interrupted; or None.
     wall: seconds until the last token.
     reading: by phase, of steps that read some of a prompt.
     writing: of the others.
@@ -151,6 +152,18 @@ class Run:
     of.latest = self.wall
 
 
+class Interrupted(KeyboardInterrupt):
+  """A run that was interrupted: who wants no part of a run lets it pass.
+
+  Attributes:
+    run: as far as it came; its `error` says so.
+  """
+
+  def __init__(self, run: Run):
+    super().__init__(run.error)
+    self.run = run
+
+
 def serve(
   workload: Workload,
   scheduler: Scheduler,
@@ -171,24 +184,40 @@ def serve(
     time_scale: arrivals are so many times as far apart.
     keep_decisions: whether the run lists what every step decided, and how long it took.
     after_step: called when a step is complete, for tests.
+
+  Raises:
+    Interrupted: by the user, wherever that was.
   """
   if concurrency is not None and concurrency < 1:
     raise ValueError(f"concurrency must be at least 1, got {concurrency}")
-  if not time_scale > 0:
-    raise ValueError(f"time_scale must be positive, got {time_scale}")
+  if not 0 < time_scale < math.inf:
+    raise ValueError(f"time_scale must be positive and finite, got {time_scale}")
   run = Run(workload.name, scheduler, error=workload.error)
   clients = _Clients(workload, run, concurrency, time_scale)
+  try:
+    _serve(run, clients, executor, keep_decisions, after_step)
+  except KeyboardInterrupt:
+    run.error = f"interrupted in step {run.steps:,}"
+    raise Interrupted(run) from None
+  return run
+
+
+def _serve(
+  run: Run,
+  clients: _Clients,
+  executor: Executor,
+  keep_decisions: bool,
+  after_step: Callable[[Scheduler, Step], None] | None,
+) -> None:
   timelines: dict[Request, Timeline] = {}
+  scheduler = run.scheduler
   while clients.send(timelines):
     step = scheduler.schedule()
     for request in step.started:
       if timelines[request].started is None:
         timelines[request].started = run.wall
-    try:  # no tokens: somebody gave way, and nobody else was there
-      times = executor.execute(step) if step.tokens else Times()
-    except KeyboardInterrupt:
-      run.error = f"interrupted in step {run.steps}"
-      return run
+    # No tokens: somebody gave way, and nobody else was there.
+    times = executor.execute(step) if step.tokens else Times()
     if keep_decisions:
       run.decisions.append(step.decision())
       run.seconds.append(times.total)
@@ -202,7 +231,6 @@ def serve(
       timelines.pop(request).finished = run.wall
     if after_step is not None:
       after_step(scheduler, step)
-  return run
 
 
 class _Clients:

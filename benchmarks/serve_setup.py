@@ -16,6 +16,7 @@ from benchmarks.serve_workloads import Workload
 from nvfp4_pallas.policy import CostTable
 
 GIB = 2**30
+MEASURED_PAGE_SIZE = 64  # tokens, of the rows that costs are from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Setup:
   Attributes:
     model: geometry.
     pool_bytes: of the caches of all layers.
-    page_size: tokens; attention was measured with 64.
+    page_size: tokens; attention was measured with MEASURED_PAGE_SIZE.
     recent_window: tokens in bf16 beside the pages, of formats with nvfp4 in them.
     budget, most_running, most_chunks: of the scheduler.
     policy: makes one; a run may change it.
@@ -39,7 +40,7 @@ class Setup:
 
   model: Model = MODELS["llama-8b"]
   pool_bytes: int = 20 * GIB
-  page_size: int = 64
+  page_size: int = MEASURED_PAGE_SIZE
   recent_window: int = 0
   budget: int = 8192
   most_running: int = 256
@@ -52,6 +53,10 @@ class Setup:
   model_costs: ModelCosts | None = None
   table: CostTable | None = None
   appends: Mapping[str, Mapping[int, float]] | None = None
+
+  def __post_init__(self):
+    if self.recent_window < 0:
+      raise ValueError(f"recent_window must be at least 0 tokens, got {self.recent_window}")
 
   def pages(self, format: Format) -> int:
     return num_pages(

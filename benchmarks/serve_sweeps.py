@@ -128,7 +128,7 @@ def capacity_lines(points: Sequence[Point], other: Format) -> list[str]:
   across = sorted({p.concurrency for p in points})
   at = {(p.context, p.concurrency): p for p in points}
   rows = {
-    f"{context:,}": tuple(_cell(at[context, n]) for n in across)
+    f"{context:,}": tuple(_cell(at.get((context, n))) for n in across)
     for context in sorted({p.context for p in points})
   }
   return [
@@ -139,7 +139,9 @@ def capacity_lines(points: Sequence[Point], other: Format) -> list[str]:
   ]
 
 
-def _cell(point: Point) -> str:
+def _cell(point: Point | None) -> str:
+  if point is None:  # the sweep was interrupted before it
+    return ""
   return f"{speedup_told(point)}{MARKS[point.region] or ' '}"
 
 

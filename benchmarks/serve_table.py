@@ -58,7 +58,12 @@ def table(title: str, columns: tuple[str, ...], rows: Mapping[str, tuple[str, ..
 def _three(of: Percentiles | None, scale: float = 1.0, digits: int = 2) -> str:
   if of is None:
     return "-"
-  return " ".join(f"{scale * value:.{digits}f}" for value in (of.p50, of.p90, of.p99))
+  return " ".join(_short(scale * value, digits) for value in (of.p50, of.p90, of.p99))
+
+
+def _short(value: float, digits: int) -> str:
+  """Without decimals where they say nothing, so that hours are no wider than seconds."""
+  return f"{value:.{digits}f}" if value < 1e4 else f"{value:.0f}"
 
 
 def _pool(m: Metrics) -> tuple[str, ...]:
@@ -92,7 +97,13 @@ def _hits(m: Metrics) -> tuple[str, ...]:
     f"{m.hits.requests:,}",
     f"{m.hits.cached_tokens:,} of {m.hits.prompt_tokens:,}",
     _three(m.hits.time_to_first_token_seconds),
-    f"{m.prefix_cache_hits:,} of {m.prefix_cache_queries:,}",
+  )
+
+
+def _cache(m: Metrics) -> tuple[str, ...]:
+  return (
+    f"{m.prefix_cache_queries:,}",
+    f"{m.prefix_cache_hits:,}",
     f"{100 * m.hit_share:.1f}",
   )
 
@@ -123,11 +134,8 @@ _TABLES: tuple[tuple[str, tuple[str, ...], _Cells], ...] = (
     _latency,
   ),
   ("Cold prompts", ("requests", "prompt tokens", f"first token s, {_THREE}"), _cold),
-  (
-    "Prefix hits",
-    ("requests", "cached tokens", f"first token s, {_THREE}", "hits of all queries", "%"),
-    _hits,
-  ),
+  ("Prefix hits", ("requests", "cached tokens", f"first token s, {_THREE}"), _hits),
+  ("Prefix cache", ("tokens asked for", "found", "%"), _cache),
   ("Decode", ("tokens", "output/s", f"between tokens ms, {_THREE}"), _decode),
 )
 _SHARES = "Share of time, %", ("prefill", "decode", "append", "model, host", "steps"), _shares

@@ -16,6 +16,7 @@ import dataclasses
 import datetime
 import gzip
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
 
@@ -201,6 +202,10 @@ def generate(
       raise ValueError(f"{name} must be from 0 up to less than 1, got {value}")
   if documents < 1:
     raise ValueError(f"documents must be at least 1, got {documents}")
+  if not 0 <= interval < math.inf:
+    raise ValueError(f"interval must be seconds from 0 on, got {interval}")
+  if seed < 0:
+    raise ValueError(f"seed must be at least 0, got {seed}")
   r = np.random.default_rng(seed)
   longest = -(-round(prompt * (1 + spread)) // HASHED_TOKENS)
   fresh = documents * longest  # ids below are those of documents

@@ -14,6 +14,7 @@ import numpy as np
 from absl.testing import absltest
 
 from benchmarks import llama, serve, serve_decoder, serve_live, serve_model
+from benchmarks.measured import RESULTS
 from benchmarks.serve_decoder import Reading
 from benchmarks.serve_engine import Engine, PageRow, prompt_tokens, row_buckets
 from benchmarks.serve_formats import FORMATS
@@ -27,6 +28,7 @@ from tests.base import TestCase
 
 TINY = Model(2, 64, 4, 2, 64, 96, 97)
 BF16 = FORMATS["bf16"]
+LIVE_ROWS = RESULTS / "serve" / "h200_live.jsonl"
 
 
 def tiny_llama(seed=0) -> llama.Model:
@@ -189,7 +191,7 @@ class LiveCommandTest(TestCase):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
       try:
-        code = serve.main(["--live", *argv])
+        code = serve.main(["--live", "--model", "llama-8b", *argv])
       except SystemExit as error:
         code = error.code
     return code, out.getvalue(), err.getvalue()
@@ -224,6 +226,25 @@ class LiveCommandTest(TestCase):
     # The model is timed once, for all formats.
     self.assertEqual(rows[0]["model_costs"], live["model_costs"])
 
+  def test_interrupted(self):
+    """In a step, and when the live run is done and its simulation is not."""
+    small = ("--formats", "bf16", "--budget", "64", "--max-num-seqs", "2", "--max-chunks", "1")
+    small += ("--pool-gib", "0.0001", "--requests", "2", "--prompt", "60", "--output", "6")
+    path = self.folder / "rows.jsonl"
+    for of, method, error, served in (
+      (Engine, "execute", "interrupted in step 0", 0),
+      (Setup, "simulate", "interrupted before it was simulated", 2),
+    ):
+      with mock.patch.object(of, method, side_effect=KeyboardInterrupt):
+        code, out, err = self.run_live(*small, "--out", str(path))
+      self.assertEqual(code, 130)
+      self.assertIn(f"bf16: {error}; its row counts", err)
+      self.assertRegex(out, r"\nbf16 .* 0\n")
+      (row,) = map(json.loads, path.read_text().splitlines())
+      self.assertEqual((row["run"], row["error"]), ("live", error))
+      self.assertEqual(row["request_success"], served)
+      path.unlink()
+
   def test_a_pool_of_fewer_layers_is_their_share(self):
     """Of 20 GiB for two layers one has 10."""
     self.enter_context(mock.patch.dict(serve_model.MODELS, {"llama-8b": TINY}))
@@ -234,6 +255,22 @@ class LiveCommandTest(TestCase):
     of = [call.args[0].pool_bytes / 2**30 for call in served.call_args_list]
     self.assertEqual(of, [10, 3])
 
+  def test_defaults_of_a_cpu(self):
+    """SmolLM2 and little to do, unless another model is asked for; numbers asked for are kept."""
+    seen = mock.Mock(side_effect=ValueError("seen"))
+    for argv, (model, prompt, pool) in (
+      ((), ("smollm2-135m", 300, 0.02)),
+      (("--prompt", "8192"), ("smollm2-135m", 8192, 0.02)),
+      (("--model", "llama-8b"), ("llama-8b", 8192, 20)),
+    ):
+      with mock.patch.object(serve, "_live", seen), contextlib.redirect_stderr(io.StringIO()):
+        self.assertRaises(SystemExit, serve.main, ["--live", *argv])
+      server, _, options = seen.call_args.args
+      self.assertEqual((options.model, options.prompt), (model, prompt))
+      self.assertEqual(server.pool_bytes, round(pool * 2**30))
+    with mock.patch.object(jax, "default_backend", return_value="gpu"):
+      self.assertEqual(serve_live.defaults(None), {})
+
   def test_wrong_arguments(self):
     for argv, message in (
       (("--layers", "2"), "layers must be from 1 to 1 for llama-8b, got 2"),
@@ -241,6 +278,8 @@ class LiveCommandTest(TestCase):
       (("--sweep", "reuse"), "--live serves requests, neither a --case nor a --sweep"),
       (("--simulate",), "not allowed with argument"),
       (("--model-costs", "a.json"), "--live times the model itself"),
+      (("--recent-window", "64"), "--live has caches without a window"),
+      (("--costs", "equal"), "--live compares with the measured ones"),
       (("--compilers", "0"), "compilers must be at least 1, got 0"),
     ):
       code, _, err = self.run_live(*argv)
@@ -309,6 +348,38 @@ class JudgeTest(TestCase):
     first, second = serve_live.judge(setup, workload, pair)
     self.assertIn("steps that only decode takes 1.30", first)
     self.assertIn("between tokens, median takes 0.70", second)
+
+  def test_the_slowest_tenth_is_judged(self):
+    """Of three requests the last one's first token comes late: the median does not see it."""
+    setup, workload, pair = self.pair()
+    table = dataclasses.replace(serve_live.CostTable.h200(), device=jax.devices()[0].device_kind)
+    setup = dataclasses.replace(setup, table=table)
+    pair.live.timelines[-1].first *= 1.5
+    (found,) = serve_live.judge(setup, workload, pair)
+    self.assertRegex(found, "bf16: to the first token, p90 takes 1.[34]")
+
+  def test_kinds_of_steps_are_judged(self):
+    """Those that are taken often, and where the simulator's steps are the same ones."""
+    setup, workload, pair = self.pair()
+    table = dataclasses.replace(serve_live.CostTable.h200(), device=jax.devices()[0].device_kind)
+    setup = dataclasses.replace(setup, table=table)
+    for steps, live, wrong in ((40, 1.21, True), (39, 1.21, False), (40, 1.19, False)):
+      of = dataclasses.replace(pair, kinds=(serve_live.Kind(2048, 4, steps, live, 1.0),))
+      found = serve_live.judge(setup, workload, of)
+      expected = "bf16: a step: up to 2048 tokens of 4 takes 1.21 of the simulated time"
+      self.assertEqual(found, [expected] * wrong)
+      timed = generate(3, prompt=100, output=5, interval=1.0)
+      self.assertEqual(serve_live.judge(setup, timed, of), [])
+
+  def test_the_run_on_an_h200_is_close(self):
+    rows = [json.loads(line) for line in LIVE_ROWS.read_text().splitlines()]
+    for live, simulated in zip(rows[::2], rows[1::2], strict=True):
+      self.assertEqual((live["run"], simulated["run"]), ("live", "simulated"))
+      kinds = [serve_live.Kind(**kind) for kind in live["kinds"]]
+      self.assertGreaterEqual(sum(kind.steps >= serve_live.OFTEN for kind in kinds), 3)
+      first = [row["time_to_first_token_seconds"]["p90"] for row in (live, simulated)]
+      times = [(what, ratio, 1.0) for what, ratio in live["live_over_simulated"].items()]
+      self.assertEqual(serve_live.far_off([*times, ("p90", *first)], kinds), [])
 
 
 if __name__ == "__main__":

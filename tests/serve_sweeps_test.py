@@ -138,7 +138,8 @@ class CommandTest(TestCase):
     for sweep in serve_sweeps.SWEEPS:
       path = self.folder / "plots" / f"{sweep}.png"
       sizes = ("--requests", "12", "--prompt", "1024", "--documents", "3")
-      code, out, err = self.run_sweep("--sweep", sweep, "--plot", str(path), *sizes)
+      of = sizes if sweep == "reuse" else ()
+      code, out, err = self.run_sweep("--sweep", sweep, "--plot", str(path), *of)
       self.assertEqual((code, err), (0, ""))
       self.assertIn(f"drawn: {path}", out)
       self.assertStartsWith(path.read_bytes(), b"\x89PNG")
