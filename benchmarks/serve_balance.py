@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from benchmarks.serve_costs import StepCosts, Times
 from benchmarks.serve_formats import BASELINE, Format
 from benchmarks.serve_run import Run, serve
-from benchmarks.serve_scheduler import Step
+from benchmarks.serve_scheduler import Request, Step, TooLarge
 from benchmarks.serve_setup import Setup
 from benchmarks.serve_workloads import Workload
 
@@ -120,24 +120,45 @@ class Balance:
       Term("steps without a prompt, by load", run.writing_steps, larger, "steps"),
     ]
 
-  def flips(self) -> Iterator[tuple[str, float, float]]:
-    """What would make the format break even, all else as it is: (of what, as it is, as it would
-    have to be). Only what can do it alone: ratios of kernels stay above 0."""
+  def flips(self, rival: Balance | None = None) -> Iterator[tuple[str, str, str]]:
+    """What would make the format take as long as another one, or as FP8, all else as it is: (of
+    what, as it is, as it would have to be). Only what can do it alone: ratios of kernels stay
+    above 0."""
     times, at_base = self.run.times, self.at_base
+    gap = self.extra if rival is None else self.seconds - rival.seconds
     for name, own, base in (
       ("prefill kernels", times.prefill, at_base.prefill),
       ("decode kernels", times.decode, at_base.decode),
     ):
-      if base and own - self.extra > 0:
-        yield f"{name} over FP8's", own / base, (own - self.extra) / base
+      if base and own - gap > 0:
+        yield f"{name} over FP8's", f"{own / base:.2f}", f"{(own - gap) / base:.2f}"
+    if rival is not None:  # pages are counted against FP8's alone
+      return
     saved = -sum(term.seconds for term in self.terms[3:])
     # Both signs of saving make sense: a format that loses would have to save more by its pages.
     if saved > 0 and saved + self.extra > 0:
-      yield "seconds saved by pages", saved, saved + self.extra
+      yield "seconds saved by pages", f"{saved:.2f}", f"{saved + self.extra:.2f}"
+
+
+def rejections(setup: Setup, workload: Workload, format: Format) -> dict[int, str]:
+  """Requests that a format's pool cannot hold, by their place in the workload, and why."""
+  scheduler = setup.scheduler(format)
+  found = {}
+  for index, item in enumerate(workload.items):
+    try:
+      scheduler.add(Request(index, item))
+    except TooLarge as error:
+      found[index] = str(error)
+  return found
 
 
 def balance(setup: Setup, workload: Workload, format: Format, base: Run) -> Balance:
-  """Simulates a format; `base` is FP8's run of the same workload and setup."""
+  """Simulates a format; `base` is FP8's run of the same workload and setup.
+
+  Raises:
+    ValueError: one pool holds requests that the other one does not, so that no times of both can be
+      compared; or the format's costs were not measured.
+  """
   executor = TwoPrices(setup.step_costs(format), setup.step_costs(BASELINE))
   run = serve(
     workload,
@@ -146,4 +167,14 @@ def balance(setup: Setup, workload: Workload, format: Format, base: Run) -> Bala
     concurrency=setup.concurrency,
     time_scale=setup.time_scale,
   )
+  served, by_base = _served(run), _served(base)
+  if served != by_base:
+    raise ValueError(
+      f"format must serve the requests that FP8 serves, got {len(served):,} of {format.name} and "
+      f"{len(by_base):,} of FP8"
+    )
   return Balance(format, base, run, executor.reading, executor.writing)
+
+
+def _served(run: Run) -> set[int]:
+  return {t.request.index for t in run.timelines if t.finished is not None}

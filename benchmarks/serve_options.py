@@ -48,6 +48,10 @@ def workload(options: argparse.Namespace) -> Workload:
 def _workload(options: argparse.Namespace) -> Workload:
   if options.trace is not None:
     return read(options.trace, limit=options.limit)
+  return generated(options)
+
+
+def generated(options: argparse.Namespace) -> Workload:
   return generate(
     options.requests,
     prompt=options.prompt,

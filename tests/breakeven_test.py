@@ -1,5 +1,6 @@
 """The sum from FP8's time to a format's, what would flip it, and the command."""
 
+import argparse
 import contextlib
 import dataclasses
 import io
@@ -8,9 +9,10 @@ import tempfile
 
 from absl.testing import absltest, parameterized
 
-from benchmarks import breakeven, cli, serve_case
-from benchmarks.serve_balance import Balance, TwoPrices, balance
+from benchmarks import breakeven, cli, serve_case, serve_options
+from benchmarks.serve_balance import Balance, TwoPrices, balance, rejections
 from benchmarks.serve_costs import LayerCosts, StepCosts
+from benchmarks.serve_flips import Mix, dials, first_loss
 from benchmarks.serve_formats import BASELINE, FORMATS
 from benchmarks.serve_model import Linear
 from benchmarks.serve_pages import PagePool
@@ -147,12 +149,33 @@ class BalanceTest(TestCase):
   def test_kernels_at_the_flip_break_even(self, kind):
     """What is told is tried: the same run with FP8's kernels so many times as long."""
     one = of("nvfp4")
-    factors = {what.split()[0]: flip for what, _, flip in one.flips()}
+    self.assert_flip(one, None, kind, one.base.times.total)
+
+  @parameterized.parameters("prefill", "decode")
+  def test_kernels_at_the_flip_equal_the_next_best(self, kind):
+    one, rival = of("nvfp4"), of("nvfp4_dequant")
+    self.assertLess(one.seconds, rival.seconds)
+    self.assert_flip(one, rival, kind, rival.seconds)
+
+  def assert_flip(self, one, rival, kind, seconds):
+    told = {what.split()[0]: flip for what, _, flip in one.flips(rival)}
     mine, base = SETUP.step_costs(FORMATS["nvfp4"]), SETUP.step_costs(BASELINE)
+    factors = {kind: float(told[kind])}
     costs = StepCosts(Flipped(mine.layer, base.layer, kind, factors[kind]), mine.layers, mine.model)
     executor = SimulatedExecutor(costs)
     run = serve(WORKLOAD, SETUP.scheduler(FORMATS["nvfp4"]), executor, concurrency=12)
-    self.assertAlmostEqual(run.wall, one.base.wall)
+    # Factors are told to two digits.
+    within = 0.005 * getattr(one.at_base, kind)
+    self.assertAlmostEqual(run.wall, seconds, delta=within)
+
+  def test_different_requests_are_not_balanced(self):
+    """FP8's 4,096 tokens hold some of these prompts, NVFP4's 7,281 all."""
+    small = dataclasses.replace(SETUP, pool_bytes=2**28)
+    requests = generate(6, prompt=4096, output=8, spread=0.3)
+    refused = [len(rejections(small, requests, FORMATS[name])) for name in ("fp8", "nvfp4")]
+    self.assertEqual(refused, [5, 0])
+    with self.assertRaisesRegex(ValueError, "the requests that FP8 serves, got 6 of nvfp4 and 1"):
+      of("nvfp4", small, requests)
 
   def test_two_prices_do_not_change_a_run(self):
     one = of("nvfp4_dequant")
@@ -169,13 +192,20 @@ class VerdictTest(TestCase):
   def lines(self, *names, setup=SETUP, workload=WORKLOAD):
     base = setup.simulate(workload, BASELINE)
     return breakeven.verdict_lines(
-      base, [balance(setup, workload, FORMATS[name], base) for name in names]
+      base, [balance(setup, workload, FORMATS[name], base) for name in names], Mix(())
     )
 
   def test_the_fastest_with_its_margin(self):
     all_, told, *_ = self.lines("bf16", "nvfp4_dequant", "nvfp4_repack")
     self.assertRegex(all_, r"Of all: nvfp4_repack, [0-9.]+ s; nvfp4_dequant takes [0-9.]+ % more")
     self.assertIn("nvfp4_repack would lose to FP8 with, each alone:", told)
+
+  def test_what_flips_the_margin_is_told(self):
+    """The first of the next best's kernels, whose time is the margin's."""
+    lines = self.lines("nvfp4_dequant", "nvfp4_repack")
+    self.assertIn("  nvfp4_repack would lose to nvfp4_dequant with, each alone:", lines)
+    alone = self.lines("nvfp4_repack")
+    self.assertLen([line for line in alone if "would lose to" in line], 1)
 
   def test_what_changes_numbers_is_apart(self):
     lines = self.lines("nvfp4_a8q", "nvfp4_repack")
@@ -195,6 +225,48 @@ class VerdictTest(TestCase):
     self.assertEqual(self.lines()[0].split(",")[0], "Of all: fp8")
 
 
+class MixTest(TestCase):
+  def test_the_place_between_two_stops(self):
+    """A lead that is lost from 5 on: found to a 64th between the stops 4 and 8."""
+    found = first_loss(lambda x: x < 5, 2.0, (4.0, 8.0, 16.0))
+    self.assertBetween(found, 5.0, 5.0 * 2 ** (1 / 64))
+    self.assertIsNone(first_loss(lambda x: True, 2.0, (4.0, 8.0)))
+    # From 3 on nothing can be compared.
+    self.assertIsNone(first_loss(lambda x: None if x > 3 else True, 2.0, (4.0, 8.0)))
+    self.assertAlmostEqual(first_loss(lambda x: x > 0.25, 0.5, (0.0,)), 0.25, delta=0.5 / 64)
+
+  def test_of_a_mix_that_flips(self):
+    """With the articles' kernels long outputs and small pools are NVFP4's. On either side of what
+    is told somebody else is ahead."""
+    mix = ("--requests", "24", "--prompt", "3000", "--output", "40", "--documents", "6")
+    server = ("--pool-gib", "1", "--costs", "seeds")
+    parser = argparse.ArgumentParser()
+    serve_options.add_workload(parser)
+    serve_options.add_server(parser)
+    options = parser.parse_args([*mix, *server])
+    setup, workload = serve_options.setup(options), serve_options.workload(options)
+    found = Mix(dials(options, setup, workload))
+    flips = {what: would for what, _, would in found.flips("nvfp4_dequant", "fp8")}
+    self.assertContainsSubset({"output tokens", "GiB of the pool"}, flips)
+
+    def leads(setup, workload):
+      runs = [setup.simulate(workload, FORMATS[name]) for name in ("nvfp4_dequant", "fp8")]
+      return runs[0].times.total < runs[1].times.total
+
+    gib = float(flips["GiB of the pool"])
+    for factor, expected in ((0.95, True), (1.05, False)):
+      pool = round(factor * gib * 2**30)
+      self.assertEqual(leads(dataclasses.replace(setup, pool_bytes=pool), workload), expected)
+    output = int(flips["output tokens"])
+    for tokens, expected in ((output, False), (output + 4, True)):
+      options.output = tokens
+      self.assertEqual(leads(setup, serve_options.workload(options)), expected)
+    tried = list(found.tried("nvfp4_dequant", "fp8"))
+    self.assertIn("reuse from 0 to 0.95", tried)
+    # An eighth of the pool is too small for some, above 2 GiB nothing was left to be found.
+    self.assertIn("GiB of the pool from 0.25 to 2", tried)
+
+
 class CommandTest(TestCase):
   def run_breakeven(self, *argv):
     out, err = io.StringIO(), io.StringIO()
@@ -209,9 +281,29 @@ class CommandTest(TestCase):
     mix = ("--requests", "8", "--prompt", "900", "--output", "9", "--formats", "nvfp4", "fp8")
     code, out, err = self.run_breakeven(*mix)
     self.assertEqual((code, err), (0, ""))
-    for part in ("nvfp4, seconds of the device:", "decode kernels", "Of all: "):
+    for part in ("nvfp4, seconds of the device:", "decode kernels", "Of all: ", "(tried: reuse"):
       self.assertIn(part, out)
     self.assertNotIn("fp8, seconds of the device:", out)
+
+  def test_only_requests_that_all_formats_hold_are_compared(self):
+    """Who rejects what is told before the verdict, which is over the same requests."""
+    mix = ("--requests", "16", "--pool-gib", "0.5", "--formats", "nvfp4", "--no-mix")
+    code, out, err = self.run_breakeven(*mix)
+    self.assertEqual(code, 0)
+    self.assertRegex(
+      out, "pool holds: fp8 7, nvfp4 16\nCompared below: the 7 of all\n(.*\n)*Of all: nvfp4,"
+    )
+    self.assertIn("rejected, fp8: request 0 needs 142 pages of 64", err)
+    self.assertIn("and 5 more by fp8", err)
+
+  def test_nothing_that_all_formats_hold(self):
+    mix = ("--requests", "4", "--pool-gib", "0.2", "--formats", "nvfp4")
+    code, out, err = self.run_breakeven(*mix)
+    self.assertEqual(code, 1)
+    self.assertIn("pool holds: fp8 0, nvfp4 0\n", out)
+    self.assertNotIn("Of all", out)
+    self.assertIn("rejected, nvfp4: request 3 needs 137 pages", err)
+    self.assertIn("the pool holds no request in every format: nothing to compare", err)
 
   def test_a_trace_that_breaks_off(self):
     with tempfile.TemporaryDirectory() as folder:
