@@ -5,7 +5,8 @@
 
 Steps are timed in a loop inside one program, each with the last one's results for its queries, so
 that neither the host's part nor a wait of one GPU for another is left out or counted twice. Results
-are compared with one GPU's first: bit for bit by heads, to rounding by pages.
+are compared with one GPU's first: bit for bit by heads, with batch_invariant=True (timed steps do
+without it, and cut the keys by what a GPU has to do), and to rounding by pages.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def measure(case: Case, devices: Sequence[Any], few: int = 20, many: int = 120) 
     # The same bytes on the same pages, whoever has them.
     ops = MeshOps(Mesh(np.asarray(devices[:count]), ("devices",)), **{case.axis: "devices"})
     arguments = _arguments(case, ops, len(devices))
-    outs.append(np.asarray(_steps(*arguments, ops=ops, steps=1)).astype(np.float32))
+    once = _steps(*arguments, ops=ops, steps=1, batch_invariant=case.axis == "heads")
+    outs.append(np.asarray(once).astype(np.float32))
     us.append(_us_a_step(functools.partial(_steps, *arguments, ops=ops), few, many))
     del arguments
   error = float(np.abs(outs[1] - outs[0]).max() / np.abs(outs[0]).max())
@@ -119,10 +121,19 @@ def _us_a_step(run, few: int, many: int, repeats: int = 5) -> float:
   )
 
 
-@functools.partial(jax.jit, static_argnames=("ops", "steps"))
-def _steps(q: jax.Array, cache: PagedKVCache, batch: RaggedBatch, *, ops: MeshOps, steps: int):
+@functools.partial(jax.jit, static_argnames=("ops", "steps", "batch_invariant"))
+def _steps(
+  q: jax.Array,
+  cache: PagedKVCache,
+  batch: RaggedBatch,
+  *,
+  ops: MeshOps,
+  steps: int,
+  batch_invariant: bool = False,
+):
   """Steps of which each asks with what the last one found."""
-  step = lambda _, q: ops.decode(q, cache, batch, read_path=READ_PATH)[0]
+  how = {"read_path": READ_PATH, "batch_invariant": batch_invariant}
+  step = lambda _, q: ops.decode(q, cache, batch, **how)[0]
   return lax.fori_loop(0, steps, step, q)
 
 

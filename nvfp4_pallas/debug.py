@@ -52,8 +52,23 @@ def debug_checks() -> Iterator[None]:
     yield
 
 
+def is_on() -> bool:
+  """Whether the call is within debug_checks."""
+  return _on.value
+
+
+@contextlib.contextmanager
+def without_checks() -> Iterator[None]:
+  """For what was checked as a whole and is then done in parts."""
+  with _on(False):
+    yield
+
+
 def check_append(
-  cache: PagedKVCache, batch: RaggedBatch | None, slot_mapping: jax.Array, num_tokens: int
+  cache: PagedKVCache,
+  batch: RaggedBatch | None,
+  slot_mapping: jax.Array | np.ndarray,
+  num_tokens: int,
 ) -> None:
   """The values of an append. With `batch`, slot_mapping is what it leads to."""
   num_pages, page_size, window = cache.num_pages, cache.page_size, cache.recent

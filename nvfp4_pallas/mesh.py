@@ -1,9 +1,14 @@
 """append, prefill and decode over a mesh of devices: by KV heads, by sequences and by pages.
 
     axis        divides                     what goes between devices
-    heads       KV heads and query heads    nothing; the same bits as on one device
-    sequences   sequences and their pages   nothing; the same bits
+    heads       KV heads and query heads    nothing
+    sequences   sequences and their pages   nothing
     pages       each sequence's pages       out and lse of the rows, merged by lse; never the cache
+
+By heads and sequences, append, the definition (`xla`), and decode with batch_invariant=True give
+the same bits as on one device (attention to rounding where a cache is rotated or lacks a mean). The
+Hopper kernels otherwise cut the keys of decode, and of prefill of few queries, by all the work that
+a device has, so that results agree to rounding.
 
 Each operation is a shard_map of the one for a single device, so that its kernel runs on every
 device on what lies there: under jit, on arrays placed by NamedSharding, nothing is gathered. (What
@@ -32,12 +37,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from nvfp4_pallas import attention
+from nvfp4_pallas import attention, debug
 from nvfp4_pallas.batch import RaggedBatch, slot_mapping
 from nvfp4_pallas.cache import PagedKVCache
+from nvfp4_pallas.mesh_checks import Divided, check_batches, check_mesh
 from nvfp4_pallas.ops.append import append
+from nvfp4_pallas.ops.checks import check_cache, check_is_array, check_kv
 from nvfp4_pallas.ops.decode import decode
 from nvfp4_pallas.ops.prefill import prefill
+from nvfp4_pallas.read_paths import AttentionSpec
 from nvfp4_pallas.sharding import cache_specs, merge_over
 
 States = tuple[jax.Array, jax.Array]
@@ -61,6 +69,7 @@ class MeshOps:
   pages: str | None = None
 
   def __post_init__(self):
+    check_mesh(self.mesh)
     for name in ("heads", "sequences", "pages"):
       axis = getattr(self, name)
       if axis is not None and axis not in self.mesh.shape:
@@ -104,11 +113,7 @@ class MeshOps:
     Returns:
       Their arrays one after the other, and the columns of page_table device by device.
     """
-    if len(batches) != self.size(self.sequences):
-      raise ValueError(f"batches must be {self.size(self.sequences)}, got {len(batches)}")
-    shapes = [[a.shape for a in jax.tree.leaves(batch)] for batch in batches]
-    if any(shape != shapes[0] for shape in shapes):
-      raise ValueError(f"batches must be equally shaped, got {shapes}")
+    check_batches(batches, self.size(self.sequences))
     devices = self.size(self.pages)
 
     def by_device(table):
@@ -145,6 +150,9 @@ class MeshOps:
       batch: of `lay_out`.
       options: implementation, as in nv.append.
     """
+    specs = self.cache_specs(cache)
+    check_kv(k, v, cache)
+    batch = self._divided(k.shape[0], appends=True).checked(cache, batch)
 
     def on_device(cache, k, v, batch):
       if self.pages is None:
@@ -152,7 +160,6 @@ class MeshOps:
       slots = slot_mapping(self._own_columns(batch), cache.page_size, k.shape[0])
       return append(cache, k, v, slot_mapping=slots, **options)
 
-    specs = self.cache_specs(cache)
     rows = self.rows
     return self._map(on_device, (specs, rows, rows, self.batch_specs(batch)), specs)(
       cache, k, v, batch
@@ -177,6 +184,10 @@ class MeshOps:
       options: as in nv.decode.
     """
     self._check_window(window)
+    self._check_queries(q, cache, sinks)
+    attends = _spec(window, options)
+    checks = self._divided(q.shape[0], attends=attends, one_token_each=True)
+    batch = checks.checked(cache, batch)
 
     def on_device(q, cache, batch, sinks):
       how = {"window": window, **options}
@@ -215,6 +226,16 @@ class MeshOps:
         f"new_kv must be given, and causal be True, over the axis {self.pages!r} of pages: what a "
         "row sees of stored keys would depend on positions"
       )
+    self._check_queries(q, cache, sinks)
+    if new_kv is not None:
+      if not isinstance(new_kv, tuple | list) or len(new_kv) != 2:
+        count = f" of {len(new_kv)}" if isinstance(new_kv, tuple | list) else ""
+        raise ValueError(f"new_kv must be a pair (k, v), got {type(new_kv).__name__}{count}")
+      check_kv(*new_kv, cache, prefix="new_kv's ")
+      if len(new_kv[0]) != len(q):
+        raise ValueError(f"new_kv must have q's {len(q)} tokens, got {len(new_kv[0])}")
+    checks = self._divided(len(q), appends=new_kv is not None, attends=_spec(window, options))
+    batch = checks.checked(cache, batch)
 
     def on_device(q, cache, batch, sinks, *new_kv):
       how = {"window": window, "new_kv": new_kv or None, **options}
@@ -236,10 +257,32 @@ class MeshOps:
     return self._map(on_device, specs, (rows, rows))(q, cache, batch, sinks, *new_kv)
 
   def _map(self, on_device, in_specs, out_specs):
+    def unchecked(*arguments):
+      with debug.without_checks():  # which were of the whole
+        return on_device(*arguments)
+
     # pallas_call says nothing of how its results vary over a mesh.
     return jax.shard_map(
-      on_device, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+      unchecked, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
+
+  def _divided(self, rows: int, **what) -> Divided:
+    return Divided(self.mesh, self.size(self.sequences), self.size(self.pages), rows, **what)
+
+  def _check_queries(self, q: jax.Array, cache: PagedKVCache, sinks) -> None:
+    """What must hold for q and sinks to be divided; the rest each device checks."""
+    check_cache(cache)
+    check_is_array("q", q)
+    if q.ndim != 3:
+      raise ValueError(f"q must be [tokens, num_q_heads, head_dim], got {q.shape}")
+    if q.shape[1] % cache.num_kv_heads:
+      raise ValueError(
+        f"num_q_heads must be a multiple of num_kv_heads {cache.num_kv_heads}, got {q.shape[1]}"
+      )
+    if sinks is not None:
+      check_is_array("sinks", sinks)
+      if sinks.shape != (q.shape[1],):
+        raise ValueError(f"sinks must be of shape ({q.shape[1]},), got {sinks.shape}")
 
   def _check_window(self, window: int | None) -> None:
     if window is not None and self.pages is not None:
@@ -267,3 +310,8 @@ class MeshOps:
       out, lse = attention.merge_two((out, lse), other)
     out, lse = attention.add_sinks((out, lse), sinks)
     return out.astype(q.dtype), lse
+
+
+def _spec(window: int | None, options: dict[str, Any]) -> AttentionSpec:
+  """As far as it says which pages are read."""
+  return AttentionSpec(options.get("read_path", "auto"), causal=True, sm_scale=1.0, window=window)

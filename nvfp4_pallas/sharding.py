@@ -1,6 +1,6 @@
 """A cache over several devices: by KV heads, and one sequence's pages by context.
 
-    tensor axis    KV heads, and with them query heads: shards share nothing, same bits
+    tensor axis    KV heads, and with them query heads: shards share nothing (mesh.py: the bits)
     context axis   pages: each shard attends to the keys in its own pages, and merge_over puts the
                    states together by lse
 

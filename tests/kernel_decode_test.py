@@ -47,6 +47,21 @@ def part(built: cases.Built, rows) -> cases.Built:
   return dataclasses.replace(built, q=built.q[rows], batch=batch)
 
 
+def one_head(built: cases.Built, head: int) -> cases.Built:
+  """One KV head, with its query heads."""
+
+  def pool(pool):
+    data, scale, overall = (
+      a[:, head : head + 1] if a.ndim == 4 else a[head : head + 1]
+      for a in (pool.data, pool.block_scale, pool.global_scale)
+    )
+    return dataclasses.replace(pool, data=data, block_scale=scale, global_scale=overall)
+
+  cache = dataclasses.replace(built.cache, k=pool(built.cache.k), v=pool(built.cache.v))
+  group = built.q.shape[1] // built.cache.num_kv_heads
+  return dataclasses.replace(built, q=built.q[:, head * group : (head + 1) * group], cache=cache)
+
+
 class DecodeTestCase(TestCase):
   def check(self, case, spec=None, **options):
     self.check_built(build(case), spec or spec_of(case), **options)
@@ -243,6 +258,22 @@ class DecodeTest(DecodeTestCase):
       self.check_equal_bits(got, (a[np.asarray(rows)] for a in expected))
     alone, among = (emulate(part(built, rows), spec)[0] for rows in ((2,), (3, 2, 4)))
     self.assertTrue((alone[0] != among[1]).any())  # so that the above says something
+
+  def test_same_bits_of_heads_alone(self):
+    """As devices have them that divide KV heads; without batch_invariant only to rounding."""
+    case = variant(SHORT, kv_lens=(300, 33), num_kv_heads=2)
+    built, spec = build(case), spec_of(case)
+    for batch_invariant in (False, True):
+      whole = emulate(built, spec, batch_invariant=batch_invariant)
+      parts = [
+        emulate(one_head(built, head), spec, batch_invariant=batch_invariant) for head in (0, 1)
+      ]
+      joined = [np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True)]
+      if batch_invariant:
+        self.check_equal_bits(joined, whole)
+      else:
+        self.check_close(*joined, built, spec)
+        self.assertTrue((joined[0] != whole[0]).any())  # so that the other says something
 
   # What must not matter, and what must.
 

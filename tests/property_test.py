@@ -26,9 +26,28 @@ BLOCKS, WIDTH = 5, 32
 SCALES = st.sampled_from((1.0, 0.37, 2.0**-64, 2.0**64, 3.7e7))
 FLOATS = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}
 
-HEADS, PAGE, NUM_PAGES, MAX_PAGES, SEQS = 2, 16, 24, 6, 4
+NUM_PAGES, SEQS = 24, 4
 ROWS = 40  # of a step; those past the last are padding
 seeds = st.integers(0, 2**32 - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """What a program is compiled for, and options of attention that are tried with it."""
+
+  page_size: int = 16
+  heads: int = 2
+  group: int = 2
+  head_dims: tuple[int, int] = (64, 64)
+  max_pages: int = 6
+  options: tuple[tuple[str, Any], ...] = ()
+
+
+SHAPES = (
+  Shape(),
+  Shape(32, 1, 3, (80, 64), 9, (("sm_scale", 0.31), ("window", 33))),
+  Shape(16, 3, 1, (64, 128), 7, (("soft_cap", 9.0),)),
+)
 
 
 class PackTest(TestCase):
@@ -65,27 +84,29 @@ class AppendTest(TestCase):
   """Against numpy that writes stored rows to their places: all bytes of the cache."""
 
   FORMATS = (("nvfp4", "nvfp4"), ("fp8", "nvfp4"), ("bf16", "fp8"))
-  WORDS, PAGE = 24, 32
+  WORDS = 24
 
   @parameterized.parameters(*FORMATS)
   @examples.few(30)
   @given(data=st.data())
   def test_append(self, k_format, v_format, data):
-    cache, rows = self.made(k_format, v_format)
+    shape = data.draw(st.sampled_from(SHAPES), "shape")
+    page_size = shape.page_size
+    cache, rows = self.made(k_format, v_format, shape)
     r = np.random.default_rng(data.draw(seeds, "seed"))
-    lens = st.integers(0, 3 * self.PAGE)
+    lens = st.integers(0, 3 * page_size)
     kv_lens = np.asarray(data.draw(st.lists(lens, min_size=3, max_size=3), "kv_lens"))
     q_lens = [data.draw(st.integers(0, min(n, ROWS // 3))) for n in kv_lens]
     table = r.integers(-(2**31), 2**31, (3, 4))
     pages = r.permutation(9).reshape(3, 3)
-    for s, count in enumerate(-(-kv_lens // self.PAGE)):
+    for s, count in enumerate(-(-kv_lens // page_size)):
       table[s, :count] = pages[s, :count]
     words = r.integers(0, self.WORDS, ROWS)
     batch = nv.RaggedBatch(*(jnp.asarray(a, jnp.int32) for a in (table, kv_lens, cu(q_lens))))
     got = append(cache, rows[0].values[words], rows[1].values[words], batch)
     seq = np.repeat(np.arange(3), q_lens)
     at = np.concatenate([np.arange(n - q, n) for n, q in zip(kv_lens, q_lens, strict=True)])
-    where = table[seq, at // self.PAGE], slice(None), at % self.PAGE
+    where = table[seq, at // page_size], slice(None), at % page_size
     for before, after, row in zip((cache.k, cache.v), (got.k, got.v), rows, strict=True):
       arrays = zip(pool_arrays(before), pool_arrays(after), row.stored, strict=True)
       for old, new, stored in arrays:
@@ -93,20 +114,20 @@ class AppendTest(TestCase):
         want[where] = stored[words[: len(at)]]
         np.testing.assert_array_equal(np.asarray(new).view(np.uint8), want)
 
-  @functools.cache  # noqa: B019 - of the class, in fact: three pairs of formats
-  def made(self, k_format, v_format):
+  @functools.cache  # noqa: B019 - of the class, in fact: three pairs of formats in each shape
+  def made(self, k_format, v_format, shape):
     """A cache of random bytes, and rows with everything in them."""
     scales = {"k": jnp.asarray([0.7, 1.6, 3.0]), "v": jnp.asarray([1.1, 0.4, 0.02])}
     formats = {"k": k_format, "v": v_format}
     cache = nv.PagedKVCache.create(
       num_pages=9,
-      page_size=self.PAGE,
-      num_kv_heads=3,
-      head_dim=80,
-      v_head_dim=64,
+      page_size=shape.page_size,
+      num_kv_heads=shape.heads,
+      head_dim=shape.head_dims[0],
+      v_head_dim=shape.head_dims[1],
       k_format=k_format,
       v_format=v_format,
-      **{f"{n}_global_scale": scales[n] for n in "kv" if formats[n] != "bf16"},
+      **{f"{n}_global_scale": scales[n][: shape.heads] for n in "kv" if formats[n] != "bf16"},
     )
     r = np.random.default_rng(0)
     filled = lambda a: jnp.asarray(
@@ -114,8 +135,10 @@ class AppendTest(TestCase):
     )
     rows = []
     for name, pool in (("k", cache.k), ("v", cache.v)):
-      x = r.standard_normal((self.WORDS, 3, pool.head_dim)) * 2.0 ** r.integers(-9, 9, (3, 1))
-      x[0], x[1, 0, 5], x[2, 1, 60], x[3, 2] = 0, np.nan, np.inf, 1e38
+      x = r.standard_normal((self.WORDS, shape.heads, pool.head_dim)) * 2.0 ** r.integers(
+        -9, 9, (shape.heads, 1)
+      )
+      x[0], x[1, 0, 5], x[2, -1, 60], x[3, -1] = 0, np.nan, np.inf, 1e38
       rows.append(stored_rows.make(pool, x))
       scale = None if pool.block_scale is None else filled(pool.block_scale)
       pool = dataclasses.replace(pool, data=filled(pool.data), block_scale=scale)
@@ -155,10 +178,14 @@ class AttentionTest(AttentionTestCase):
   """Against float64, and that it matters to no bit where pages are."""
 
   @parameterized.parameters(*READINGS)
-  @examples.few(10)
+  @examples.few(8)
   @given(data=st.data())
   def test_prefill_and_decode(self, reading, data):
-    built = self.drawn(reading, data)
+    # Each reading in two shapes: others compile more than they would show.
+    both = SHAPES[0], SHAPES[1 + READINGS.index(reading) % 2]
+    shape = data.draw(st.sampled_from(both), "shape")
+    reading = dataclasses.replace(reading, options=reading.options + shape.options)
+    built = self.drawn(reading, shape, data)
     options = dict(reading.options)
     if reading.sinks:
       options["sinks"] = jnp.linspace(-3, data.draw(st.floats(-3, 9), "sink"), built.q.shape[1])
@@ -184,16 +211,16 @@ class AttentionTest(AttentionTestCase):
         np.testing.assert_array_equal, got, run(moved.q, moved.cache, moved.batch, sinks)
       )
 
-  def drawn(self, reading, data):
-    near = st.sampled_from((0, 1, PAGE - 1, PAGE, PAGE + 1, 4 * PAGE))
-    lens = st.lists(st.one_of(near, st.integers(0, 4 * PAGE)), min_size=SEQS, max_size=SEQS)
+  def drawn(self, reading, shape, data):
+    page = shape.page_size
+    near = st.sampled_from((0, 1, page - 1, page, page + 1, 4 * page))
+    lens = st.lists(st.one_of(near, st.integers(0, 4 * page)), min_size=SEQS, max_size=SEQS)
     kv_lens = tuple(data.draw(lens, "kv_lens"))
     q_lens = tuple(data.draw(st.integers(0, min(n, ROWS // SEQS))) for n in kv_lens)
-    case = cases.Case(
-      "", q_lens, kv_lens, HEADS, 2, k_format=reading.formats[0], v_format=reading.formats[1]
-    )
+    heads = shape.heads, shape.group, *shape.head_dims
+    case = cases.Case("", q_lens, kv_lens, *heads, page, *reading.formats)
     built = cases.build(case, data.draw(seeds, "seed"), padding_rows=0)
-    built = cases.padded(built, NUM_PAGES, MAX_PAGES, ROWS)
+    built = cases.padded(built, NUM_PAGES, shape.max_pages, ROWS)
     return cases.with_window(built, reading.recent_window) if reading.recent_window else built
 
 

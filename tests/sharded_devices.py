@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import io
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -343,6 +344,124 @@ class MeshOpsTest(TestCase):
         call()
 
 
+class MeshChecksTest(TestCase):
+  """Wrong values are named, and end all devices alike: one alone would leave the others waiting."""
+
+  TOKENS, PAGES = 29, 16  # of a step on each device of `sequences`, and of the cache
+  TABLE, LENS, CU = ((0, 0, 1, 1, 0, 0), (1, 0, 0, 1, 0, 0)), (20, 9), (0, 20, 29)
+
+  @classmethod
+  def setUpClass(cls):
+    super().setUpClass()
+    shape = {"data": 2, "tensor": 2, "context": 2}
+    mesh = Mesh(np.asarray(jax.devices()).reshape(*shape.values()), tuple(shape))
+    cls.ops = ops = nv.MeshOps(mesh, heads="tensor", sequences="data", pages="context")
+    cls.cache = ops.place(
+      nv.PagedKVCache.create(num_pages=cls.PAGES, page_size=PAGE, num_kv_heads=2, head_dim=DIM)
+    )
+    cls.k, cls.q = (jnp.ones((2 * cls.TOKENS, h, DIM), jnp.bfloat16) for h in (2, 4))
+
+    def append(cache, k, batch):
+      return ops.append(cache, k, k, batch)
+
+    def prefill(cache, q, batch):
+      return ops.prefill(q, cache, batch, new_kv=(q[:, :2], q[:, :2]), read_path="auto")
+
+    def decode(cache, q, batch):
+      return ops.decode(q, cache, batch, read_path="auto")
+
+    # Compiled once, for all tests.
+    cls.operations = {f: jax.jit(f) for f in (append, prefill, decode)}
+    cls.append, cls.prefill, cls.decode = map(staticmethod, cls.operations)
+
+  def batch(self, table=TABLE, lens=LENS, cu=CU):
+    """Right on the first device of `sequences`, as given on the second."""
+    of = lambda *arrays: nv.RaggedBatch(*(jnp.asarray(a, jnp.int32) for a in arrays))
+    cu_of_first = self.CU if len(cu) == 3 and cu[1] != 1 else cu
+    return self.ops.lay_out([of(self.TABLE, self.LENS, cu_of_first), of(table, lens, cu)])
+
+  def calls(self):
+    """(operation, rows, changes of the second batch, message, only by debug_checks)."""
+    wild = ((0, 9, 1, 1, 0, 0), self.TABLE[1])
+    negative = ((0, -5, 1, 1, 0, 0), self.TABLE[1])
+    twice = (self.TABLE[0], (0, 1, 0, 1, 0, 0))
+    one_each = {"cu": (0, 1, 2)}
+    k, q = self.k, self.q
+    must = r"page_table\[0, 1\] must "
+    yield self.append, k, {"table": negative}, must + "not be negative, got -5", True
+    yield self.append, k, {"table": wild}, must + "be below 4, got 9", True
+    yield self.append, k, {"table": twice}, r"slot_mapping\[20\] must not repeat a slot", True
+    yield self.append, k, {"lens": (200, 9)}, r"kv_lens\[0\] is 200", False
+    yield self.append, k, {"lens": (-3, 9)}, "kv_lens must not be negative, got -3", False
+    yield self.append, k, {"cu": (0, 30, 29)}, "cu_q_lens must ascend, got 30 then 29", False
+    yield self.append, k[:10], {}, "cu_q_lens must end at most at 5 tokens, got 29", False
+    yield self.append, k, {"lens": (19, 9)}, "kv_lens must count this step's tokens", False
+    later = {"lens": (40, 9)}  # 20 tokens before this step
+    yield self.prefill, q, later | {"table": negative}, must + "not be negative, got -5", True
+    yield self.decode, q[:4], one_each | {"table": negative}, must + "not be negative", True
+    yield self.decode, q[:4], {"cu": (0, 1, 1)}, "cu_q_lens must be 0..2 for decode", False
+
+  def test_every_rule(self):
+    for operation, rows, changes, message, only_debug in self.calls():
+      arguments = self.cache, rows, self.batch(**changes)
+      jitted = self.operations[operation]
+      with self.subTest(f"{operation.__name__} {changes}"):
+        if not only_debug:
+          with self.assertRaisesRegex(ValueError, message):
+            operation(*arguments)
+        with nv.debug_checks():
+          with self.assertRaisesRegex(ValueError, message):
+            operation(*arguments)
+          with self.assertRaisesRegex(jax.errors.JaxRuntimeError, message):
+            jax.block_until_ready(jitted(*arguments))
+
+  def test_right_values_pass(self):
+    for operation, rows, changes in (
+      (self.append, self.k, {}),
+      (self.prefill, self.q, {}),
+      (self.decode, self.q[:4], {"cu": (0, 1, 2)}),
+    ):
+      arguments = self.cache, rows, self.batch(**changes)
+      with nv.debug_checks():
+        jax.block_until_ready(self.operations[operation](*arguments))
+
+  def test_rings(self):
+    ops = nv.MeshOps(self.ops.mesh, heads="tensor", sequences="data")
+    cache = nv.PagedKVCache.create(
+      num_pages=8, page_size=PAGE, num_kv_heads=2, head_dim=DIM, recent_window=20, num_rings=4
+    )
+    of = lambda ids: nv.RaggedBatch(
+      *(jnp.asarray(a, jnp.int32) for a in (((0, 1), (2, 3)), self.LENS, self.CU, ids))
+    )
+    batch = ops.lay_out([of((0, 1)), of((1, 1))])
+    with self.assertRaisesRegex(ValueError, "ring_ids must not name a ring twice, got 1"):
+      ops.append(ops.place(cache), self.k, self.k, batch)
+
+  def test_arguments(self):
+    ops, cache, k, q = self.ops, self.cache, self.k, self.q
+    batch = self.batch()
+    narrow = dataclasses.replace(batch, page_table=batch.page_table[:, :5])
+    prefill = functools.partial(ops.prefill, read_path="auto")
+    for call, message in (
+      (lambda: nv.MeshOps(None, heads="tensor"), "mesh must be a jax.sharding.Mesh, got NoneType"),
+      (lambda: ops.lay_out([batch, 2]), "batches must be of RaggedBatch, got int"),
+      (lambda: ops.lay_out(batch), "batches must be a list of .*, got RaggedBatch"),
+      (lambda: ops.append(cache, k, k, None), "batch must be a RaggedBatch, got NoneType"),
+      (lambda: ops.append(cache, k[:5], k[:5], batch), "rows of .* must be a multiple of 2 .* 5"),
+      (lambda: ops.append(cache, k, k[:4], batch), "equally many tokens, got 58 and 4"),
+      (lambda: ops.append(cache, k, k, narrow), "max_pages must be a multiple of 2 devices, got 5"),
+      (lambda: prefill(q, cache, batch, new_kv=(k,)), "a pair .k, v., got tuple of 1"),
+      (lambda: prefill(q, cache, batch, new_kv=(k[:4],) * 2), "new_kv must have q's 58 tokens"),
+      (lambda: prefill(q[:, :3], cache, batch, new_kv=(k, k)), "multiple of num_kv_heads 2, got 3"),
+      (
+        lambda: prefill(q, cache, batch, new_kv=(k, k), sinks=jnp.ones(3)),
+        r"sinks must be of shape \(4,\), got \(3,\)",
+      ),
+    ):
+      with self.assertRaisesRegex(ValueError, message):
+        call()
+
+
 class NamedShardingTest(TestCase):
   """jit alone, of operations that know no mesh: XLA divides the definition by heads by itself."""
 
@@ -384,7 +503,12 @@ class ScaleTest(TestCase):
   def test_small_shapes(self):
     for axis, sequences in (("heads", 3), ("pages", 1)):
       small = scale.Case(axis, sequences, 5 * PAGE, 1.5, Geometry(4, 2, DIM), PAGE)
-      scaled = scale.measure(small, jax.devices()[:2], few=0, many=1)
+      with mock.patch.object(scale, "_steps", wraps=scale._steps) as steps:
+        scaled = scale.measure(small, jax.devices()[:2], few=0, many=1)
+      # Bits are compared of what promises them; what is timed need not.
+      compared = [call.kwargs.get("batch_invariant", False) for call in steps.mock_calls]
+      self.assertEqual(sum(compared), 2 if axis == "heads" else 0)
+      self.assertGreater(len(compared), 2)
       self.assertTrue(scaled.same, scaled)
       self.assertRegex(scaled.line(), rf"by {axis}: 1 GPU .* times as fast \(target 1.5, .*GPU's$")
 

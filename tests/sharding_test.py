@@ -12,7 +12,9 @@ from tests.sharded_devices import DEVICES
 
 class ShardingTest(TestCase):
   @parameterized.parameters(
-    (("ShardedTest", "NamedShardingTest"), 7), (("MeshOpsTest", "ScaleTest"), 8)
+    (("ShardedTest", "NamedShardingTest"), 7),
+    (("MeshOpsTest", "ScaleTest"), 8),
+    (("MeshChecksTest",), 4),
   )
   def test_on_eight_devices(self, classes, tests):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
