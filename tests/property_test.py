@@ -217,8 +217,17 @@ class AttentionTest(AttentionTestCase):
     lens = st.lists(st.one_of(near, st.integers(0, 4 * page)), min_size=SEQS, max_size=SEQS)
     kv_lens = tuple(data.draw(lens, "kv_lens"))
     q_lens = tuple(data.draw(st.integers(0, min(n, ROWS // SEQS))) for n in kv_lens)
-    heads = shape.heads, shape.group, *shape.head_dims
-    case = cases.Case("", q_lens, kv_lens, *heads, page, *reading.formats)
+    case = cases.Case(
+      "",
+      q_lens,
+      kv_lens,
+      shape.heads,
+      shape.group,
+      *shape.head_dims,
+      page_size=page,
+      k_format=reading.formats[0],
+      v_format=reading.formats[1],
+    )
     built = cases.build(case, data.draw(seeds, "seed"), padding_rows=0)
     built = cases.padded(built, NUM_PAGES, shape.max_pages, ROWS)
     return cases.with_window(built, reading.recent_window) if reading.recent_window else built
