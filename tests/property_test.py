@@ -119,6 +119,9 @@ class AppendTest(TestCase):
     """A cache of random bytes, and rows with everything in them."""
     scales = {"k": jnp.asarray([0.7, 1.6, 3.0]), "v": jnp.asarray([1.1, 0.4, 0.02])}
     formats = {"k": k_format, "v": v_format}
+    global_scales: dict[str, Any] = {
+      f"{n}_global_scale": scales[n][: shape.heads] for n in "kv" if formats[n] != "bf16"
+    }
     cache = nv.PagedKVCache.create(
       num_pages=9,
       page_size=shape.page_size,
@@ -127,7 +130,7 @@ class AppendTest(TestCase):
       v_head_dim=shape.head_dims[1],
       k_format=k_format,
       v_format=v_format,
-      **{f"{n}_global_scale": scales[n][: shape.heads] for n in "kv" if formats[n] != "bf16"},
+      **global_scales,
     )
     r = np.random.default_rng(0)
     filled = lambda a: jnp.asarray(
@@ -223,7 +226,8 @@ class AttentionTest(AttentionTestCase):
       kv_lens,
       shape.heads,
       shape.group,
-      *shape.head_dims,
+      head_dim=shape.head_dims[0],
+      v_head_dim=shape.head_dims[1],
       page_size=page,
       k_format=reading.formats[0],
       v_format=reading.formats[1],
