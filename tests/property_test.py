@@ -119,6 +119,9 @@ class AppendTest(TestCase):
     """A cache of random bytes, and rows with everything in them."""
     scales = {"k": jnp.asarray([0.7, 1.6, 3.0]), "v": jnp.asarray([1.1, 0.4, 0.02])}
     formats = {"k": k_format, "v": v_format}
+    global_scales: dict[str, Any] = {
+      f"{n}_global_scale": scales[n][: shape.heads] for n in "kv" if formats[n] != "bf16"
+    }
     cache = nv.PagedKVCache.create(
       num_pages=9,
       page_size=shape.page_size,
@@ -127,7 +130,7 @@ class AppendTest(TestCase):
       v_head_dim=shape.head_dims[1],
       k_format=k_format,
       v_format=v_format,
-      **{f"{n}_global_scale": scales[n][: shape.heads] for n in "kv" if formats[n] != "bf16"},
+      **global_scales,
     )
     r = np.random.default_rng(0)
     filled = lambda a: jnp.asarray(
@@ -217,8 +220,18 @@ class AttentionTest(AttentionTestCase):
     lens = st.lists(st.one_of(near, st.integers(0, 4 * page)), min_size=SEQS, max_size=SEQS)
     kv_lens = tuple(data.draw(lens, "kv_lens"))
     q_lens = tuple(data.draw(st.integers(0, min(n, ROWS // SEQS))) for n in kv_lens)
-    heads = shape.heads, shape.group, *shape.head_dims
-    case = cases.Case("", q_lens, kv_lens, *heads, page, *reading.formats)
+    case = cases.Case(
+      "",
+      q_lens,
+      kv_lens,
+      shape.heads,
+      shape.group,
+      head_dim=shape.head_dims[0],
+      v_head_dim=shape.head_dims[1],
+      page_size=page,
+      k_format=reading.formats[0],
+      v_format=reading.formats[1],
+    )
     built = cases.build(case, data.draw(seeds, "seed"), padding_rows=0)
     built = cases.padded(built, NUM_PAGES, shape.max_pages, ROWS)
     return cases.with_window(built, reading.recent_window) if reading.recent_window else built
