@@ -6,9 +6,10 @@
     pages       each sequence's pages       out and lse of the rows, merged by lse; never the cache
 
 By heads and sequences, append, the definition (`xla`), and decode with batch_invariant=True give
-the same bits as on one device (attention to rounding where a cache is rotated or lacks a mean). The
-Hopper kernels otherwise cut the keys of decode, and of prefill of few queries, by all the work that
-a device has, so that results agree to rounding.
+the same bits as on one device (attention to rounding where a cache is rotated or lacks a mean, and
+lse by `xla` on a CPU but for its last bit, as XLA's logarithm depends on how many heads there are).
+The Hopper kernels otherwise cut the keys of decode, and of prefill of few queries, by all the work
+that a device has, so that results agree to rounding.
 
 Each operation is a shard_map of the one for a single device, so that its kernel runs on every
 device on what lies there: under jit, on arrays placed by NamedSharding, nothing is gathered. (What

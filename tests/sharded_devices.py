@@ -283,13 +283,22 @@ class MeshOpsTest(TestCase):
       np.testing.assert_allclose(lse, exact_lse, rtol=1e-6, atol=1e-6)
 
   def test_heads_and_sequences(self):
-    """The same bits, and no bytes between devices; rings are divided as sequences are."""
+    """The same bits, and no bytes between devices; rings are divided as sequences are.
+
+    The last bit of lse is the CPU's: XLA's logarithm is another one in the body of a vector loop
+    than in its remainder, and how many heads a device has decides which is which.
+    """
     mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("tensor", "data"))
     ops = nv.MeshOps(mesh, heads="tensor", sequences="data")
     past, step = ((41, 3), (0, 0), (0, 70), (16, 1)), ((5, 20), (0, 3), (9, 2), (14, 1))
     rings = {"k_format": "fp8", "recent_window": 20, "num_rings": 12}
-    for _, got, want, program in self.run_both(ops, past, step, **rings):
+    for name, got, want, program in self.run_both(ops, past, step, **rings):
       self.assertNotRegex(program.as_text(), COLLECTIVES)
+      if name != "append":
+        (got, lse), (want, exact_lse) = got, want
+        finite = np.isfinite(exact_lse)
+        np.testing.assert_array_equal(np.isfinite(lse), finite)
+        np.testing.assert_array_max_ulp(np.asarray(lse)[finite], np.asarray(exact_lse)[finite], 1)
       for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(bits(a), bits(b))
 
