@@ -80,9 +80,13 @@ class CompileTest(TestCase):
     if kernel == "sm100":
       self.check_fp4(case.name, report)
     if kernel in ("layer", "mesh"):  # XLA's own kernels are about pages; none of these is copied
-      # From jax 0.12 on XLA copies the rings of a step that reads chunks before it appends.
-      rings_stay = case.name != "layer/recent_mixed" or jax.__version__.startswith("0.11.")
-      self.check_no_copy_of_pages(report.hlo, "" if rings_stay else "(u8|f8e4m3fn)")
+      hlo = report.hlo
+      if case.name == "layer/recent_mixed" and not jax.__version__.startswith("0.11."):
+        # A known fault: append writes rings before it has taken pages out of them, where XLA
+        # orders its launches so; K's and V's are copied then, in and out, and nothing else is.
+        hlo, copies = re.subn(r"= bf16\[128,8,64,128\]\S* copy\(", "= ", hlo)
+        self.assertEqual(copies, 4)
+      self.check_no_copy_of_pages(hlo)
       self.check_between_devices(case.name, report.hlo)
       return
     if case.donate:
@@ -93,12 +97,11 @@ class CompileTest(TestCase):
         self.assertEqual(copies, 1)
       self.check_in_place(hlo, by_kernel=kernel != "definition")
 
-  def check_no_copy_of_pages(self, hlo, dtypes=""):
-    """Of these dtypes, or of any."""
+  def check_no_copy_of_pages(self, hlo):
     pages = rf"\[\d+,\d+,{aot_cases.PAGE_SIZE},\d+\]"
     self.assertIn("input_output_alias=", hlo)
     self.assertRegex(hlo, rf"u8{pages}")
-    self.assertNotRegex(hlo, rf"{dtypes}{pages}\S* copy(-start)?\(")
+    self.assertNotRegex(hlo, rf"{pages}\S* copy(-start)?\(")
 
   def check_between_devices(self, name, hlo):
     """Over pages the largest lse, then weights and outs in one sum; else nothing."""
