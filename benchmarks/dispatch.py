@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from benchmarks import aot, aot_cases, triton_aot, triton_cases
 from benchmarks.aot import AotError, MissingError
-from benchmarks.aot_cases import abstract_cache
+from benchmarks.aot_calls import abstract_cache
 from benchmarks.sass import TENSOR_CORE_OPS, Code
 from benchmarks.triton_cases import Case
 from nvfp4_pallas.dispatch import Resolved, Target, use_target

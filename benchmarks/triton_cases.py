@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import nvfp4_pallas as nv
-from benchmarks.aot_cases import abstract_cache, queries
+from benchmarks.aot_calls import abstract_cache, queries
 from nvfp4_pallas.dispatch import Resolved
 from nvfp4_pallas.kernels.attention_triton_sm120 import KEYS, Config, choose_config
 from nvfp4_pallas.ops.decode import resolve_decode

@@ -15,7 +15,7 @@ from unittest import mock
 import jax
 from absl.testing import absltest, parameterized
 
-from benchmarks import aot, aot_cases
+from benchmarks import aot, aot_calls, aot_cases
 from benchmarks.sass import Code, alu
 from tests.base import TestCase
 
@@ -98,7 +98,7 @@ class CompileTest(TestCase):
       self.check_in_place(hlo, by_kernel=kernel != "definition")
 
   def check_no_copy_of_pages(self, hlo):
-    pages = rf"\[\d+,\d+,{aot_cases.PAGE_SIZE},\d+\]"
+    pages = rf"\[\d+,\d+,{aot_calls.PAGE_SIZE},\d+\]"
     self.assertIn("input_output_alias=", hlo)
     self.assertRegex(hlo, rf"u8{pages}")
     self.assertNotRegex(hlo, rf"{pages}\S* copy(-start)?\(")
@@ -110,7 +110,7 @@ class CompileTest(TestCase):
       math.prod(int(n) for n in shape.split(","))
       for shape in re.findall(r"= f32\[([\d,]+)\]\S* all-reduce(?:-start)?\(", hlo)
     ]
-    lse, out = 64 * 32, 64 * 32 * aot_cases.HEAD_DIM
+    lse, out = 64 * 32, 64 * 32 * aot_calls.HEAD_DIM
     self.assertEqual(sizes, [lse, lse + out] if name == "mesh/pages" else [])
     self.assertLen(re.findall(r" all-reduce(?:-start)?\(", hlo), len(sizes))
 

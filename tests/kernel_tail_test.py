@@ -17,7 +17,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 import nvfp4_pallas as nv
-from benchmarks import aot_cases
+from benchmarks import aot_calls
 from nvfp4_pallas import dispatch
 from nvfp4_pallas.kernels import decode_attend, short_attend, softmax, tail_layout, wide_layout
 from nvfp4_pallas.kernels import tail_mosaic_sm90 as kernel
@@ -563,7 +563,7 @@ class DispatchTest(TestCase):
   )
   def test_blocks_have_room(self, q_len, num_seqs, path):
     """As many as are launched, on a multiprocessor of 228 KiB, of which each takes 1 KiB more."""
-    cache = aot_cases.abstract_cache()
+    cache = aot_calls.abstract_cache()
     tokens = num_seqs * q_len
     q = jax.ShapeDtypeStruct((tokens, 4 * cache.num_kv_heads, 128), jnp.bfloat16)
     lens, starts = (jax.ShapeDtypeStruct((num_seqs + i,), jnp.int32) for i in range(2))
