@@ -12,6 +12,11 @@ has out 0 and lse -inf. What a row does not see cannot change it, be it NaN.
 
 It walks over tiles of keys with a running maximum (online softmax, arXiv:2205.14135), so that
 nothing larger than one tile of queries against one tile of keys is ever made.
+
+A head's bits do not depend on how many others there are, so that devices may share the heads. XLA
+on a CPU takes exponents otherwise where the innermost axis has another length, and multiplies one
+pair of matrices otherwise than several. So heads come first in all arrays from scores to results,
+and one head is computed beside a copy of itself.
 """
 
 from __future__ import annotations
@@ -73,10 +78,13 @@ def attend(
     tiles: two int32 scalars.
 
   Returns:
-    out float32 [rows, num_q_heads, v_head_dim], lse float32 [rows, num_q_heads].
+    out float32 [heads, group, rows, v_head_dim], lse float32 [heads, group, rows].
   """
   rows, num_q_heads, head_dim = q.shape
   heads = keys.k_scale.shape[0]
+  if heads == 1:
+    out, lse = attend(_twice(q, 1), positions, _with_a_copy(keys), spec, tiles)
+    return out[:1], lse[:1]
   group = num_q_heads // heads
   q = q.reshape(rows, heads, group, head_dim)
   scale = (keys.k_scale * spec.sm_scale)[:, None, None, None]
@@ -108,11 +116,22 @@ def attend(
   )
   row_max, row_sum, out = lax.fori_loop(*tiles, body, state)
   out = out * keys.v_scale[:, None, None, None] / jnp.where(row_sum == 0, 1.0, row_sum)[..., None]
-  lse = row_max + jnp.log(row_sum)
-  return (
-    jnp.transpose(out, (2, 0, 1, 3)).reshape(rows, num_q_heads, v_dim),
-    jnp.transpose(lse, (2, 0, 1)).reshape(rows, num_q_heads),
-  )
+  return out, row_max + jnp.log(row_sum)
+
+
+def _with_a_copy(keys: Keys) -> Keys:
+  """Two heads that are the one of `keys`."""
+
+  def load(tile):
+    k, v = keys.load(tile)
+    return _twice(k, 1), _twice(v, 1)
+
+  scales = _twice(keys.k_scale, 0), _twice(keys.v_scale, 0)
+  return keys._replace(load=load, k_scale=scales[0], v_scale=scales[1])
+
+
+def _twice(x: jax.Array, axis: int) -> jax.Array:
+  return jnp.concatenate([x, x], axis)
 
 
 def _visible(index, positions, keys, spec) -> jax.Array:
@@ -248,7 +267,8 @@ def merge_two(first: tuple, second: tuple) -> tuple[jax.Array, jax.Array]:
 
 
 def add_sinks(state: tuple, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-  """One more logit per query head in the softmax's denominator, with value 0.
+  """One more logit per query head in the softmax's denominator, with value 0; `sinks` broadcasts to
+  lse.
 
   out' = out * exp(lse - lse'), lse' = log(exp(lse) + exp(sink)). A row that sees no key keeps
   out 0 and lse -inf.
@@ -260,3 +280,8 @@ def add_sinks(state: tuple, sinks: jax.Array | None) -> tuple[jax.Array, jax.Arr
   empty = lse == NEG_INF
   shrink = jnp.where(empty, 0.0, jnp.exp(lse - joined))
   return out * shrink[..., None], jnp.where(empty, NEG_INF, joined)
+
+
+def sinks_of_heads(sinks: jax.Array | None, num_kv_heads: int) -> jax.Array | None:
+  """[num_q_heads] as it broadcasts to `attend`'s lse: [num_kv_heads, group, 1]."""
+  return None if sinks is None else sinks.reshape(num_kv_heads, -1, 1)

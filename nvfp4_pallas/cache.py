@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 
 import jax
 import jax.numpy as jnp
@@ -234,10 +235,11 @@ class PagedKVCache:
     """
     v_format = k_format if v_format is None else v_format
     v_head_dim = head_dim if v_head_dim is None else v_head_dim
-    if num_pages < 1:
-      raise ValueError(f"num_pages must be at least 1, got {num_pages}")
-    if num_kv_heads < 1:
-      raise ValueError(f"num_kv_heads must be at least 1, got {num_kv_heads}")
+    for name, count in (("num_pages", num_pages), ("num_kv_heads", num_kv_heads)):
+      check_whole(name, count)
+      if count < 1:
+        raise ValueError(f"{name} must be at least 1, got {count}")
+    check_whole("recent_window", recent_window)
     check_page_size(page_size)
     check_head_dim("head_dim", head_dim)
     check_head_dim("v_head_dim", v_head_dim)
@@ -260,9 +262,8 @@ class PagedKVCache:
 
 
 def _empty_rings(cache: PagedKVCache, tokens: int, num_rings: int | None) -> RecentWindow:
-  for name, count in (("recent_window", tokens), ("num_rings", num_rings)):
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int)):
-      raise ValueError(f"{name} must be a whole number, got {count!r}")
+  if num_rings is not None:
+    check_whole("num_rings", num_rings)
   if not 1 <= tokens <= MAX_RECENT_WINDOW:
     raise ValueError(
       f"recent_window must be from 1 to {MAX_RECENT_WINDOW} with rings, got {tokens}"
@@ -487,12 +488,20 @@ def check_finite(name: str, values: np.ndarray) -> None:
     raise ValueError(f"{name} must be finite, got {values[bad][0]} at {place}")
 
 
+def check_whole(name: str, count: int) -> None:
+  """Raises ValueError for all but integers: sizes become parts of shapes."""
+  if isinstance(count, bool) or not isinstance(count, numbers.Integral):
+    raise ValueError(f"{name} must be a whole number, got {count!r}")
+
+
 def check_page_size(page_size: int) -> None:
+  check_whole("page_size", page_size)
   if page_size not in PAGE_SIZES:
     raise ValueError(f"page_size must be one of {PAGE_SIZES}, got {page_size}")
 
 
 def check_head_dim(name: str, head_dim: int) -> None:
+  check_whole(name, head_dim)
   if head_dim % nvfp4.SCALE_BLOCK or not HEAD_DIM_MIN <= head_dim <= HEAD_DIM_MAX:
     raise ValueError(
       f"{name} must be a multiple of {nvfp4.SCALE_BLOCK} from {HEAD_DIM_MIN} to {HEAD_DIM_MAX}, "

@@ -85,7 +85,6 @@ def check_append(
         new = before, np.where(with_ring, np.maximum(before, outside), batch.kv_lens)
       _check_page_table(batch.page_table, *new, num_pages, page_size)
     if window is not None:
-      _check_rings(starts, batch)
       return
     name = "slot_mapping" if batch is None else "batch's slot_mapping"
     _refuse(name, slots, slots >= num_pages * page_size, f"be below {num_pages * page_size}")
@@ -119,7 +118,6 @@ def check_attention(
     begin = np.zeros_like(before) if window is None else np.maximum(before - window + 1, 0)
     end = np.where(batch.q_lens == 0, 0, before if new_kv else batch.kv_lens)
     if starts is not None:
-      _check_rings(starts, batch)
       end = np.minimum(end, _in_pages(starts, batch, before if new_kv else batch.kv_lens))
     _check_page_table(batch.page_table, begin, end, num_pages, page_size)
 
@@ -133,11 +131,36 @@ def check_positions(name: str, batch: RaggedBatch, positions: int) -> None:
     past = (np.diff(cu_q_lens) > 0) & (kv_lens > positions)
     _refuse(f"{name}' kv_lens", kv_lens, past, f"be at most rope's {positions} positions")
 
-  lens = batch.kv_lens, batch.cu_q_lens
-  if any(isinstance(a, Tracer) for a in lens):
-    _on_values(check, *lens)
+  _on_known_values(check, batch.kv_lens, batch.cu_q_lens)
+
+
+def check_ring_ids(name: str, ring_ids: jax.Array | np.ndarray, num_rings: int) -> None:
+  """No ring may be named twice; other numbers may. Where they are known, always."""
+
+  def check(ids):
+    _, first, place = np.unique(ids, return_index=True, return_inverse=True)
+    again = (ids >= 0) & (ids < num_rings) & (first[place] != np.arange(len(ids)))
+    _refuse(name, ids, again, "not repeat a ring")
+
+  _on_known_values(check, ring_ids)
+
+
+def check_whole_pages(kv_lens: jax.Array | np.ndarray, page_size: int) -> None:
+  """kv_lens of shared pages must be whole pages. Where they are known, always."""
+
+  def check(lens):
+    broken = (lens < 0) | (lens % page_size != 0)
+    _refuse("kv_lens", lens, broken, f"be a multiple of page_size {page_size} of at least 0")
+
+  _on_known_values(check, kv_lens)
+
+
+def _on_known_values(check: Callable[..., None], *arrays) -> None:
+  """check(*arrays) with numpy arrays if all are known; else under debug_checks only."""
+  if any(isinstance(a, Tracer) for a in arrays):
+    _on_values(check, *arrays)
   else:
-    check(*map(np.asarray, lens))
+    check(*map(np.asarray, arrays))
 
 
 def _on_values(check: Callable[..., None], *trees) -> None:
@@ -163,15 +186,6 @@ def _ring_ids(batch: RaggedBatch) -> np.ndarray:
 def _has_ring(starts: np.ndarray, batch: RaggedBatch) -> np.ndarray:
   ids = _ring_ids(batch)
   return (ids >= 0) & (ids < len(starts))
-
-
-def _check_rings(starts: np.ndarray, batch: RaggedBatch | None) -> None:
-  """No two sequences may have one ring."""
-  if batch is None:
-    return
-  ids, has_ring = _ring_ids(batch), _has_ring(starts, batch)
-  _, first, place = np.unique(ids, return_index=True, return_inverse=True)
-  _refuse("ring_ids", ids, has_ring & (first[place] != np.arange(len(ids))), "not repeat a ring")
 
 
 def _in_pages(starts: np.ndarray, batch: RaggedBatch, lens: np.ndarray) -> np.ndarray:

@@ -307,6 +307,8 @@ def check_encode_arguments(x, global_scale, levels, scale_search) -> None:
 
 def check_global_scale(global_scale, leading_shape, name="global_scale") -> None:
   """Positive, finite, in range, and broadcastable to `leading_shape`."""
+  if isinstance(global_scale, str) or global_scale is None:
+    raise ValueError(f"{name} must be a number or an array, got {global_scale!r}")
   shape = np.shape(global_scale)
   try:
     fits = np.broadcast_shapes(shape, leading_shape) == tuple(leading_shape)

@@ -23,9 +23,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
+from nvfp4_pallas import debug
 from nvfp4_pallas.batch import RaggedBatch, token_places
 from nvfp4_pallas.cache import PagedKVCache, RecentWindow, check_cache, put, take
 
@@ -68,7 +67,8 @@ def _spans(recent: RecentWindow, batch: RaggedBatch, end: jax.Array) -> Spans:
 
 
 def check_rings(recent: RecentWindow | None, batch: RaggedBatch) -> None:
-  """Raises ValueError where a batch has too few rings, or known ring_ids name one twice."""
+  """Raises ValueError where a batch has too few rings, or known ring_ids name one twice; inside jit
+  the latter under debug_checks() only."""
   if recent is None:
     return
   if batch.ring_ids is None:
@@ -77,12 +77,7 @@ def check_rings(recent: RecentWindow | None, batch: RaggedBatch) -> None:
         f"batch.ring_ids must be given for {batch.num_seqs} sequences and {recent.num_rings} rings"
       )
     return
-  if isinstance(batch.ring_ids, Tracer):
-    return
-  ids, counts = np.unique(np.asarray(batch.ring_ids), return_counts=True)
-  twice = ids[(counts > 1) & (ids >= 0) & (ids < recent.num_rings)]
-  if len(twice):
-    raise ValueError(f"ring_ids must not name a ring twice, got {twice[0]} again")
+  debug.check_ring_ids("ring_ids", batch.ring_ids, recent.num_rings)
 
 
 def ring_cache(recent: RecentWindow) -> PagedKVCache:
@@ -183,11 +178,12 @@ def open_rings(cache: PagedKVCache, ring_ids: jax.Array, kv_lens: jax.Array) -> 
   One that begins with its first token needs no call: append gives it its ring.
 
   Args:
-    ring_ids: int32 [n]; one that is no ring's number is skipped.
+    ring_ids: int32 [n], no ring twice; one that is no ring's number is skipped.
     kv_lens: int32 [n], multiples of page_size: whole pages only can be shared.
 
   Raises:
-    ValueError: an argument breaks a rule (message: argument, rule, value).
+    ValueError: an argument breaks a rule (message: argument, rule, value). Values are checked where
+      they are known, inside jit under debug_checks() only.
   """
   recent = _recent_of(cache)
   for name, array in (("ring_ids", ring_ids), ("kv_lens", kv_lens)):
@@ -199,12 +195,8 @@ def open_rings(cache: PagedKVCache, ring_ids: jax.Array, kv_lens: jax.Array) -> 
     raise ValueError(
       f"ring_ids and kv_lens must be equally long, got {ring_ids.shape=} {kv_lens.shape=}"
     )
-  if not isinstance(kv_lens, Tracer):
-    known = np.asarray(kv_lens)
-    if (known % cache.page_size).any() or (known < 0).any():
-      raise ValueError(
-        f"kv_lens must be multiples of page_size {cache.page_size} of at least 0, got {known}"
-      )
+  debug.check_ring_ids("ring_ids", ring_ids, recent.num_rings)
+  debug.check_whole_pages(kv_lens, cache.page_size)
   ids = jnp.where(ring_ids < 0, recent.num_rings, ring_ids)
   starts = recent.starts.at[ids].set(kv_lens, mode="drop")
   return dataclasses.replace(cache, recent=dataclasses.replace(recent, starts=starts))
@@ -215,7 +207,11 @@ def copy_rings(cache: PagedKVCache, source: jax.Array, target: jax.Array) -> Pag
 
   Args:
     cache: donated under jit; other rings are returned bit-identical.
-    source, target: int32 [n]. A pair with either outside [0, num_rings) is skipped.
+    source, target: int32 [n], no target twice. A pair with either outside [0, num_rings) is
+      skipped.
+
+  Raises:
+    ValueError: as open_rings.
   """
   recent = _recent_of(cache)
   for name, ids in (("source", source), ("target", target)):
@@ -225,6 +221,7 @@ def copy_rings(cache: PagedKVCache, source: jax.Array, target: jax.Array) -> Pag
       raise ValueError(f"{name} must be int32 [n], got {ids.dtype} {ids.shape}")
   if source.shape != target.shape:
     raise ValueError(f"source and target must be equally long, got {source.shape=} {target.shape=}")
+  debug.check_ring_ids("target", target, recent.num_rings)
   known = (source >= 0) & (source < recent.num_rings) & (target >= 0)
   where = jnp.where(known, target, recent.num_rings)
 

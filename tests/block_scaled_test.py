@@ -82,7 +82,7 @@ class DefinitionTest(TestCase):
       keys = attention.cached_keys(cache, jnp.zeros((1,), jnp.int32), jnp.int32(1))
       rows, positions = round_q(q, spec)[:, None], jnp.zeros(q.shape[:1], jnp.int32)
       tiles = jnp.int32(0), jnp.int32(1)
-      return attention.attend(rows, positions, keys, spec, tiles)[1][:, 0]
+      return attention.attend(rows, positions, keys, spec, tiles)[1][0, 0]
 
     return lambda q, codes, scales: np.asarray(lse(q, codes, scales.view(ml_dtypes.float8_e4m3fn)))
 

@@ -282,6 +282,21 @@ class RingsTest(DebugTestCase):
     with nv.debug_checks(), self.assertRaisesRegex(Exception, r"ring_ids\[1\] must not repeat a"):
       jax.block_until_ready(decode(x, cache, batch))
 
+  @parameterized.parameters(
+    (nv.open_rings, (1, 1), (0, 16), r"ring_ids\[1\] must not repeat a ring, got 1"),
+    (nv.open_rings, (0, 1), (16, 20), r"kv_lens\[1\] must be a multiple of page_size 16 .* got 20"),
+    (nv.copy_rings, (0, 0), (1, 1), r"target\[1\] must not repeat a ring, got 1"),
+  )
+  def test_rings_that_are_opened_or_copied(self, operation, first, second, message):
+    cache = nv.PagedKVCache.create(
+      num_pages=6, page_size=16, num_kv_heads=HEADS, head_dim=DIM, recent_window=16, num_rings=2
+    )
+    arrays = [jnp.asarray(a, jnp.int32) for a in (first, second)]
+    run = jax.jit(lambda *arrays: operation(*arrays))
+    jax.block_until_ready(run(cache, *arrays))  # unseen without checks
+    with nv.debug_checks(), self.assertRaisesRegex(Exception, message):
+      jax.block_until_ready(run(cache, *arrays))
+
 
 if __name__ == "__main__":
   absltest.main()

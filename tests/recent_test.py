@@ -291,6 +291,8 @@ class ErrorsTest(TestCase):
     ({"recent_window": 2**17}, "recent_window must be from 1"),
     ({"num_rings": None}, "num_rings must be at least 1"),
     ({"num_rings": 2.0}, "num_rings must be a whole number, got 2.0"),
+    ({"recent_window": None}, "recent_window must be a whole number, got None"),
+    ({"recent_window": 20.0}, "recent_window must be a whole number, got 20.0"),
     ({"recent_window": True}, "recent_window must be a whole number, got True"),
     ({"num_rings": 0}, "num_rings must be at least 1"),
     ({"k_format": "bf16"}, "must be 0 for a bf16 cache"),
@@ -313,7 +315,7 @@ class ErrorsTest(TestCase):
     none = dataclasses.replace(batch, ring_ids=jnp.asarray([99, -1, 99], jnp.int32))
     nv.append(cache, x, x, none)
     twice = dataclasses.replace(batch, ring_ids=jnp.asarray([1, -1, 1], jnp.int32))
-    with self.assertRaisesRegex(ValueError, "must not name a ring twice, got 1"):
+    with self.assertRaisesRegex(ValueError, r"ring_ids\[2\] must not repeat a ring, got 1"):
       nv.append(cache, x, x, twice)
     wrong = dataclasses.replace(batch, ring_ids=jnp.asarray([1, 0], jnp.int32))
     with self.assertRaisesRegex(ValueError, r"ring_ids must be int32 \[3\]"):
@@ -322,7 +324,9 @@ class ErrorsTest(TestCase):
   def test_rings(self):
     cache, one = self.create(), jnp.asarray([1], jnp.int32)
     for lens in (17, -16):
-      with self.assertRaisesRegex(ValueError, "multiples of page_size 16 of at least 0"):
+      with self.assertRaisesRegex(
+        ValueError, rf"kv_lens\[0\] must be a multiple of .* 16 .* {lens}"
+      ):
         nv.open_rings(cache, one, jnp.asarray([lens], jnp.int32))
     with self.assertRaisesRegex(ValueError, "ring_ids must be an array, got list"):
       nv.open_rings(cache, [1], one)
@@ -330,6 +334,12 @@ class ErrorsTest(TestCase):
       nv.open_rings(nv.PagedKVCache(cache.k, cache.v), one, one)
     with self.assertRaisesRegex(ValueError, "equally long"):
       nv.copy_rings(cache, one, jnp.asarray([1, 0], jnp.int32))
+    twice, pages = jnp.asarray([-1, 1, 99, -1, 1], jnp.int32), jnp.zeros((5,), jnp.int32)
+    with self.assertRaisesRegex(ValueError, r"ring_ids\[4\] must not repeat a ring, got 1"):
+      nv.open_rings(cache, twice, pages)
+    with self.assertRaisesRegex(ValueError, r"target\[4\] must not repeat a ring, got 1"):
+      nv.copy_rings(cache, pages, twice)
+    nv.copy_rings(cache, twice, jnp.asarray([-1, 0, 99, -1, 1], jnp.int32))  # one source, two forks
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tests.sharded_devices import DEVICES
 class ShardingTest(TestCase):
   @parameterized.parameters(
     (("ShardedTest", "NamedShardingTest"), 7),
-    (("MeshOpsTest", "ScaleTest"), 8),
+    (("MeshOpsTest", "ScaleTest"), 9),
     (("MeshChecksTest",), 4),
   )
   def test_on_eight_devices(self, classes, tests):

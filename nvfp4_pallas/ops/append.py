@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from nvfp4_pallas import debug, recent
 from nvfp4_pallas.batch import RaggedBatch, check_batch
@@ -175,6 +176,10 @@ def _by_moves(cache: PagedKVCache, k, v, slots, batch, write, move) -> PagedKVCa
   moves = recent.plan_append(window, batch, slots, cache.page_size)
   rings = recent.ring_cache(window)
   pages = move(cache, rings, moves.leaving)
+  # Rings are read before they are written. XLA sees no order between the two calls, and where it
+  # takes the other one it copies the rings.
+  (k_pool, v_pool), rings = lax.optimization_barrier(((pages.k, pages.v), rings))
+  pages = dataclasses.replace(pages, k=k_pool, v=v_pool)
   # With rings for all and no more rows than the window, none is outside already.
   if k.shape[0] > window.tokens or batch.ring_ids is not None:
     pages = write(pages, k, v, moves.to_pages)

@@ -49,11 +49,11 @@ def decode(q, cache, batch, spec, num_splits, batch_invariant, sinks):
       newest = ring_keys(seq)
       tiles = attention.visible_tiles(newest, position, position, wide)
       state = attention.merge_two(state, _attend(q_wide[seq], position, newest, wide, tiles))
-    return attention.add_sinks(state, sinks)
+    out, lse = attention.add_sinks(state, attention.sinks_of_heads(sinks, cache.num_kv_heads))
+    return out.reshape(q.shape[1], -1), lse.reshape(q.shape[1])
 
   return lax.map(of_sequence, jnp.arange(batch.num_seqs, dtype=jnp.int32))
 
 
 def _attend(q_row, position, keys, spec, tiles):
-  out, lse = attention.attend(q_row[None], position[None], keys, spec, tiles)
-  return out[0], lse[0]
+  return attention.attend(q_row[None], position[None], keys, spec, tiles)

@@ -32,7 +32,7 @@ def prefill(q, cache, batch, spec, new_kv, sinks):
   parts.append((q_pages, spec, _cached_source(cache, batch, spec, counts)))
   if new_kv is not None:
     parts.append((q_wide, wide, wide_source(new_kv, batch)))
-  return tiles_of_rows(parts, batch, sinks)
+  return tiles_of_rows(parts, batch, attention.sinks_of_heads(sinks, cache.num_kv_heads))
 
 
 def _cached_source(cache, batch, spec, counts):
@@ -68,7 +68,7 @@ def tiles_of_rows(parts, batch: RaggedBatch, sinks):
 
   Args:
     parts: (Q' [tokens, num_q_heads, head_dim], spec, seq -> Keys) for disjoint sets of keys.
-    sinks: as in prefill.
+    sinks: attention.sinks_of_heads.
   """
   tokens, rows = parts[0][0].shape[0], ROWS_PER_TILE
   tiles_of_seq = (batch.q_lens + rows - 1) // rows
@@ -94,9 +94,12 @@ def tiles_of_rows(parts, batch: RaggedBatch, sinks):
     return attention.add_sinks(functools.reduce(attention.merge_two, states), sinks)
 
   num_tiles = tokens // rows + batch.num_seqs
+  # out [tile, KV head, query head of it, row, dim]
   out, lse = lax.map(one_tile, jnp.arange(num_tiles, dtype=jnp.int32))
   seq, _, real = token_places(batch, tokens)
   row_in_seq = jnp.arange(tokens, dtype=jnp.int32) - batch.cu_q_lens[seq]
   tile, offset = first_tile[seq] + row_in_seq // rows, row_in_seq % rows
-  out = jnp.where(real[:, None, None], out[tile, offset], 0.0)
-  return out, jnp.where(real[:, None], lse[tile, offset], attention.NEG_INF)
+  out = out[tile, :, :, offset].reshape(tokens, -1, out.shape[-1])
+  lse = lse[tile, :, :, offset].reshape(tokens, -1)
+  out = jnp.where(real[:, None, None], out, 0.0)
+  return out, jnp.where(real[:, None], lse, attention.NEG_INF)
