@@ -92,7 +92,8 @@ def check_batch(
 ) -> None:
   """Raises ValueError where shapes, dtypes or, where they are known, values break a rule.
 
-  With `appends`, kv_lens must count the step's new rows; attention allows more queries than keys.
+  With `appends`, kv_lens must count the step's new rows, but for a free place's one row, which goes
+  nowhere; attention allows more queries than keys.
   """
   if batch.page_table.ndim != 2:
     raise ValueError(f"page_table must be [num_seqs, max_pages], got {batch.page_table.shape}")
@@ -158,8 +159,12 @@ def _check_kv_lens(kv_lens: np.ndarray, max_pages: int, page_size: int) -> None:
 
 
 def _check_counted(kv_lens: np.ndarray, q_lens: np.ndarray) -> None:
-  if (q_lens > kv_lens).any():
-    s = int(np.argmax(q_lens > kv_lens))
+  # A place of 0 tokens with one row is free, as a batch for decode has them; with more rows it is
+  # a prompt that somebody forgot to count.
+  free = (kv_lens == 0) & (q_lens == 1)
+  missing = (q_lens > kv_lens) & ~free
+  if missing.any():
+    s = int(np.argmax(missing))
     raise ValueError(
       "kv_lens must count this step's tokens, "
       f"kv_lens[{s}] is {kv_lens[s]} for {q_lens[s]} new rows"

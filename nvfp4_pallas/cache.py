@@ -394,6 +394,7 @@ def copy_pages(cache: PagedKVCache, source: jax.Array, target: jax.Array) -> Pag
 
 def check_cache(cache: PagedKVCache) -> None:
   """Raises ValueError (argument, rule, value) for a cache that is not as this module says."""
+  _check_alive(cache)
   if cache.layout != LAYOUT or cache.version != LAYOUT_VERSION:
     raise ValueError(
       f"cache must have layout {LAYOUT!r} version {LAYOUT_VERSION}, "
@@ -408,6 +409,15 @@ def check_cache(cache: PagedKVCache) -> None:
   check_page_size(cache.page_size)
   if cache.recent is not None:
     _check_rings(cache, cache.recent)
+
+
+def _check_alive(cache: PagedKVCache) -> None:
+  for path, leaf in jax.tree_util.tree_leaves_with_path(cache):
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+      raise ValueError(
+        "cache must be the one that the last call returned: this one was donated, got a deleted "
+        f"cache{jax.tree_util.keystr(path)}"
+      )
 
 
 def _check_rings(cache: PagedKVCache, recent: RecentWindow) -> None:

@@ -1,5 +1,7 @@
 """append: which bytes change, which do not, and that nothing is written after an error."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,6 +168,21 @@ class ErrorsTest(TestCase):
     )
     with self.assertRaisesRegex(ValueError, r"kv_lens must count .* kv_lens\[0\] is 2 for 4"):
       nv.append(random_cache(), k, v, batch)
+
+  def test_a_free_place(self):
+    """Its row goes nowhere; one that has tokens, or more rows than one, was not counted."""
+    k, v = rows(2)
+    cache, table = random_cache(), jnp.asarray([[1], [0]], jnp.int32)
+    batch = nv.RaggedBatch.for_decode(table, jnp.asarray([3, 0], jnp.int32))
+    one = nv.RaggedBatch.for_decode(table[:1], batch.kv_lens[:1])
+    for append in (nv.append, jax.jit(nv.append)):
+      with nv.debug_checks():
+        got, want = append(cache, k, v, batch), append(cache, k[:1], v[:1], one)
+      for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+    two = dataclasses.replace(batch, cu_q_lens=jnp.asarray([0, 0, 2], jnp.int32))
+    with self.assertRaisesRegex(ValueError, r"kv_lens\[1\] is 0 for 2 new rows"):
+      nv.append(cache, k, v, two)
 
   def test_named_implementation_that_cannot_run(self):
     k, v = rows(1)

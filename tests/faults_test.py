@@ -272,12 +272,19 @@ class CallsTest(FaultsTestCase):
     batch = ragged([[0]], [3])
     cache = new_cache()
     kept = jax.jit(nv.append, donate_argnums=0)(cache, *kv(3), batch)
+    with self.assertRaisesRegex((RuntimeError, ValueError), "deleted|donated"):  # JAX's own
+      append(cache, *kv(3), batch)
+    q = queries(SEQS, rows=SEQS)
     for use in (
-      lambda: append(cache, *kv(3), batch),
       lambda: nv.append(cache, *kv(3), batch),
-      lambda: decode(queries(SEQS, rows=SEQS), cache, one_more(batch), read_path="nvfp4_dequant"),
+      lambda: nv.decode(q, cache, one_more(batch), read_path="nvfp4_dequant"),
+      lambda: nv.prefill(q, cache, one_more(batch), read_path="nvfp4_dequant"),
+      lambda: nv.copy_pages(cache, jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)),
     ):
-      with self.assertRaisesRegex((RuntimeError, ValueError), "deleted|donated"):
+      message = (
+        r"cache must be the one that the last call returned: .* got a deleted cache\.k\.data"
+      )
+      with self.assertRaisesRegex(ValueError, message):
         use()
     self.assert_same_bits(raw(kept), raw(append(new_cache(), *kv(3), batch)))
 

@@ -219,6 +219,10 @@ class PartsTest(TestCase):
     unused = np.r_[23:26, 28]
     np.testing.assert_array_equal(np.asarray(out[unused], np.float32), 0)
     self.assertTrue(np.asarray(out[np.r_[0:23, 26, 27]]).any(axis=(1, 2)).all())
+    with nv.debug_checks():  # what is unused breaks no rule, known or not
+      for run in (nv.attend, jax.jit(nv.attend)):
+        again, _ = run(cache, *rows, chunks=chunks, decodes=decodes)
+        np.testing.assert_array_equal(bits(again)[0], bits(want)[0])
     positions = layer.row_positions(29, chunks=chunks, decodes=decodes)
     np.testing.assert_array_equal(positions, [*range(18), *range(5), -1, -1, -1, 0, 19, -1])
 
