@@ -36,6 +36,7 @@ from jax import lax
 from jax.core import Tracer
 
 from nvfp4_pallas import format as nvfp4
+from nvfp4_pallas.explicit import in_auto_mode
 from nvfp4_pallas.rotation import check_rotation
 
 KV_FORMATS = ("bf16", "fp8", "nvfp4")
@@ -381,6 +382,10 @@ def copy_pages(cache: PagedKVCache, source: jax.Array, target: jax.Array) -> Pag
       raise ValueError(f"{name} must be int32 [n], got {ids.dtype} {ids.shape}")
   if source.shape != target.shape:
     raise ValueError(f"source and target must be equally long, got {source.shape=} {target.shape=}")
+  return in_auto_mode(_copy_pages, lambda: cache, cache, source, target)
+
+
+def _copy_pages(cache: PagedKVCache, source: jax.Array, target: jax.Array) -> PagedKVCache:
   known = (source >= 0) & (source < cache.num_pages) & (target >= 0)
   where = jnp.where(known, target, cache.num_pages)  # past the end: dropped
 

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from nvfp4_pallas import debug
 from nvfp4_pallas.batch import RaggedBatch, token_places
 from nvfp4_pallas.cache import PagedKVCache, RecentWindow, check_cache, put, take
+from nvfp4_pallas.explicit import in_auto_mode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,8 +198,11 @@ def open_rings(cache: PagedKVCache, ring_ids: jax.Array, kv_lens: jax.Array) -> 
     )
   debug.check_ring_ids("ring_ids", ring_ids, recent.num_rings)
   debug.check_whole_pages(kv_lens, cache.page_size)
-  ids = jnp.where(ring_ids < 0, recent.num_rings, ring_ids)
-  starts = recent.starts.at[ids].set(kv_lens, mode="drop")
+
+  def opened(starts, ring_ids, kv_lens):
+    return starts.at[jnp.where(ring_ids < 0, len(starts), ring_ids)].set(kv_lens, mode="drop")
+
+  starts = in_auto_mode(opened, lambda: recent.starts, recent.starts, ring_ids, kv_lens)
   return dataclasses.replace(cache, recent=dataclasses.replace(recent, starts=starts))
 
 
@@ -222,6 +226,11 @@ def copy_rings(cache: PagedKVCache, source: jax.Array, target: jax.Array) -> Pag
   if source.shape != target.shape:
     raise ValueError(f"source and target must be equally long, got {source.shape=} {target.shape=}")
   debug.check_ring_ids("target", target, recent.num_rings)
+  copied = in_auto_mode(_copy_rings, lambda: recent, recent, source, target)
+  return dataclasses.replace(cache, recent=copied)
+
+
+def _copy_rings(recent: RecentWindow, source: jax.Array, target: jax.Array) -> RecentWindow:
   known = (source >= 0) & (source < recent.num_rings) & (target >= 0)
   where = jnp.where(known, target, recent.num_rings)
 
@@ -234,8 +243,7 @@ def copy_rings(cache: PagedKVCache, source: jax.Array, target: jax.Array) -> Pag
     return dataclasses.replace(pool, data=put(pool.data, (pages(where),), rows))
 
   starts = recent.starts.at[where].set(recent.starts.at[source].get(mode="clip"), mode="drop")
-  copied = RecentWindow(copy(recent.k), copy(recent.v), starts, recent.tokens)
-  return dataclasses.replace(cache, recent=copied)
+  return RecentWindow(copy(recent.k), copy(recent.v), starts, recent.tokens)
 
 
 def _recent_of(cache: PagedKVCache) -> RecentWindow:

@@ -14,6 +14,7 @@ from nvfp4_pallas.batch import RaggedBatch, check_batch
 from nvfp4_pallas.batch import slot_mapping as batch_slots
 from nvfp4_pallas.cache import PagedKVCache, PagePool, encode_rows, pool_arrays, put, with_arrays
 from nvfp4_pallas.dispatch import Entry, Resolved, current_target, resolve
+from nvfp4_pallas.explicit import in_auto_mode
 from nvfp4_pallas.ops.checks import as_jax, check_cache, check_is_array, check_kv
 from nvfp4_pallas.ops.transforms import stored_rows
 
@@ -89,6 +90,12 @@ def append(
       f"slot_mapping must be int32 [{k.shape[0]}], got {slot_mapping.dtype} {slot_mapping.shape}"
     )
   cache, k, v, slots, batch = as_jax(cache, k, v, slot_mapping, batch)
+  run = functools.partial(_append, implementation=implementation)
+  return in_auto_mode(run, lambda: cache, cache, k, v, slots, batch)
+
+
+def _append(cache, k, v, slots, batch, *, implementation) -> PagedKVCache:
+  """append after the checks of its arguments, all of them jax arrays."""
   debug.check_append(cache, batch, slots, k.shape[0])
   k, v = stored_rows(cache, k, v)
   if cache.recent is not None and 0 not in (k.shape[0], batch.num_seqs, batch.max_pages):

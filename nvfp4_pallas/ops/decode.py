@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
 from nvfp4_pallas import debug, recent
 from nvfp4_pallas.batch import RaggedBatch, check_one_token_each
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.dispatch import Resolved, resolve
+from nvfp4_pallas.explicit import in_auto_mode
 from nvfp4_pallas.ops import auto, implementations, transforms
 from nvfp4_pallas.ops.checks import as_jax, check_attention
 from nvfp4_pallas.ops.request import AttentionRequest, attention_request, attention_spec
@@ -67,6 +70,18 @@ def decode(
   if num_splits is not None and (not isinstance(num_splits, int) or num_splits < 1):
     raise ValueError(f"num_splits must be a whole number of at least 1, got {num_splits}")
   q, cache, batch, sinks = as_jax(q, cache, batch, sinks)
+  run = functools.partial(
+    _decode,
+    spec=spec,
+    num_splits=num_splits,
+    batch_invariant=batch_invariant,
+    implementation=implementation,
+  )
+  return in_auto_mode(run, lambda: (q, q[..., 0]), q, cache, batch, sinks)
+
+
+def _decode(q, cache, batch, sinks, *, spec, num_splits, batch_invariant, implementation):
+  """decode after the checks of its arguments, all of them jax arrays."""
   spec = auto.settle(spec, "decode", q, cache, batch)
   debug.check_attention(cache, batch, spec, q.shape[0], one_token_each=True)
   request = attention_request(q, cache, spec, num_splits=num_splits, max_pages=batch.max_pages)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 
 from nvfp4_pallas import debug, recent
 from nvfp4_pallas.batch import RaggedBatch, check_batch
 from nvfp4_pallas.cache import PagedKVCache
 from nvfp4_pallas.dispatch import Resolved, resolve
+from nvfp4_pallas.explicit import in_auto_mode
 from nvfp4_pallas.ops import auto, implementations, transforms
 from nvfp4_pallas.ops.checks import as_jax, check_attention, check_kv
 from nvfp4_pallas.ops.request import (
@@ -99,7 +102,17 @@ def prefill(
   if max_workspace_bytes < 0:
     raise ValueError(f"max_workspace_bytes must not be negative, got {max_workspace_bytes}")
   q, cache, batch, sinks, new_kv = as_jax(q, cache, batch, sinks, new_kv)
-  limits = {"max_workspace_bytes": max_workspace_bytes}
+  run = functools.partial(
+    _prefill,
+    spec=spec,
+    limits={"max_workspace_bytes": max_workspace_bytes},
+    implementation=implementation,
+  )
+  return in_auto_mode(run, lambda: (q, q[..., 0]), q, cache, batch, sinks, new_kv)
+
+
+def _prefill(q, cache, batch, sinks, new_kv, *, spec, limits, implementation):
+  """prefill after the checks of its arguments, all of them jax arrays."""
   spec = auto.settle(spec, "prefill", q, cache, batch, **limits)
   debug.check_attention(cache, batch, spec, q.shape[0], new_kv=new_kv is not None)
   request = attention_request(
