@@ -104,7 +104,10 @@ def check_attention(
   new_kv: bool = False,
   one_token_each: bool = False,
 ) -> None:
-  """The values of a prefill, or with `one_token_each` of a decode."""
+  """The values of a prefill, or with `one_token_each` of a decode. With `new_kv` a free place may
+  have no row, as that would see itself: where lengths are known, this is always checked."""
+  if new_kv:
+    _on_known_values(_check_no_free_rows, batch.kv_lens, batch.cu_q_lens)
   num_pages, page_size = cache.num_pages, cache.page_size
   # nvfp4_a8q takes K's scale from all keys, whatever the window.
   window = None if spec.read_path == "nvfp4_a8q" else spec.window
@@ -122,6 +125,11 @@ def check_attention(
     _check_page_table(batch.page_table, begin, end, num_pages, page_size)
 
   _on_values(check, _scales(cache), _starts(cache), batch)
+
+
+def _check_no_free_rows(kv_lens: np.ndarray, cu_q_lens: np.ndarray) -> None:
+  free = (kv_lens == 0) & (np.diff(cu_q_lens) > 0)
+  _refuse("kv_lens", kv_lens, free, "count this step's rows, which new_kv holds")
 
 
 def check_positions(name: str, batch: RaggedBatch, positions: int) -> None:

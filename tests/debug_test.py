@@ -91,6 +91,7 @@ RULES = (
   (ALL, {"kv_lens": (20, -2)}, "kv_lens must not be negative, got -2 at 1"),
   (ALL, {"kv_lens": (49, 3)}, r"3 pages of 16 hold 48 tokens, kv_lens\[0\] is 49"),
   (COUNTED, {"kv_lens": (3, 3)}, r"kv_lens must count .* kv_lens\[0\] is 3 for 4 new rows"),
+  (COUNTED[1:], {"kv_lens": (20, 0)}, r"kv_lens\[1\] must count this step's rows, which new_kv"),
   (RAGGED, {"cu_q_lens": (1, 4, 5)}, "cu_q_lens must start at 0, got 1"),
   (RAGGED, {"cu_q_lens": (0, 4, 2)}, "cu_q_lens must ascend, got 4 then 2 at 1 and 2"),
   (RAGGED, {"cu_q_lens": (0, 4, 7), "kv_lens": (20, 9)}, "must end at most at 5 tokens, got 7"),
