@@ -5,8 +5,9 @@
 
 The bytes are those of the arrays that PagedKVCache.create would allocate, found without allocating.
 With --recent-window each sequence has a ring of its newest tokens in bfloat16 beside its pages.
-KV heads are divided over the tensor axis, a sequence's pages over the context axis; the data axis
-multiplies sequences.
+Rotations and four-over-six change no byte, and a mean of keys (--k-mean) is a row a head.
+KV heads are divided over the tensor axis, a sequence's pages over the context axis; so a group of
+tensor x context devices holds its sequences together, and the data axis has that many groups.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import textwrap
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks.table import WIDTH
 from benchmarks.text_table import Table
 from nvfp4_pallas import PagedKVCache
-from nvfp4_pallas.cache import PAGE_SIZES
+from nvfp4_pallas.cache import KV_FORMATS, PAGE_SIZES
 
 # Of a device: more than any has, little enough to count in whole bytes and to print.
 MAX_MEMORY_GIB = 2.0**20
-FORMATS = (("bf16", "bf16"), ("fp8", "fp8"), ("fp8", "nvfp4"), ("nvfp4", "nvfp4"))
+WIDE = ("bf16", "bf16")
+FORMATS = (WIDE, ("fp8", "fp8"), ("fp8", "nvfp4"), ("nvfp4", "nvfp4"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Model:
     page_size: tokens of a page.
     tensor, context, data: sizes of the mesh axes.
     recent_window: tokens that stay wide, of caches that are not bf16.
+    k_mean: whether keys are stored without a mean, which the cache then holds.
   """
 
   layers: int
@@ -48,6 +52,12 @@ class Model:
   context: int = 1
   data: int = 1
   recent_window: int = 0
+  k_mean: bool = False
+
+  @property
+  def heads(self) -> int:
+    """Of a device."""
+    return self.kv_heads // self.tensor
 
   def __post_init__(self):
     for name in ("layers", "kv_heads", "tensor", "context", "data"):
@@ -69,8 +79,9 @@ class Plan:
     pages: of each layer, on each device.
     ring_bytes: of a sequence on a device, all layers.
     cache_bytes: of a device, all layers, as allocated, rings included.
-    tokens: on all devices together, if every page is full.
-    sequences: of the wanted length, on all devices together.
+    group_tokens: in the pages of a group of tensor x context devices, if every one is full.
+    group_sequences: of the wanted length, in such a group.
+    tokens, sequences: of all groups together.
   """
 
   k_format: str
@@ -78,6 +89,8 @@ class Plan:
   pages: int
   ring_bytes: int
   cache_bytes: int
+  group_tokens: int
+  group_sequences: int
   tokens: int
   sequences: int
 
@@ -92,11 +105,12 @@ def cache_bytes(
     return PagedKVCache.create(
       num_pages=num_pages,
       page_size=model.page_size,
-      num_kv_heads=model.kv_heads // model.tensor,
+      num_kv_heads=model.heads,
       head_dim=model.head_dim,
       v_head_dim=model.v_head_dim,
       k_format=k_format,
       v_format=v_format,
+      k_mean=jnp.zeros((model.heads, model.head_dim), jnp.float32) if model.k_mean else None,
       **rings,
     )
 
@@ -114,8 +128,7 @@ def plan(model: Model, budget: int, kv_len: int, k_format: str, v_format: str) -
     raise ValueError(f"kv_len must be at least 1, got {kv_len}")
   one, two = (cache_bytes(model, n, k_format, v_format) for n in (1, 2))
   a_page, base = two - one, 2 * one - two
-  wide = (k_format, v_format) == ("bf16", "bf16")
-  window = 0 if wide else model.recent_window
+  window = 0 if (k_format, v_format) == WIDE else model.recent_window
   a_ring = 0
   if window:
     with_rings = [cache_bytes(model, 1, k_format, v_format, n) for n in (1, 2)]
@@ -131,15 +144,9 @@ def plan(model: Model, budget: int, kv_len: int, k_format: str, v_format: str) -
   if not pages:
     sequences = rings = 0
   used = base + pages * a_page + rings * a_ring if pages else 0
-  return Plan(
-    k_format,
-    v_format,
-    pages,
-    a_ring,
-    used,
-    tokens=pages * model.page_size * model.context * model.data,
-    sequences=sequences * model.data,
-  )
+  tokens = pages * model.page_size * model.context
+  in_all = tokens * model.data, sequences * model.data
+  return Plan(k_format, v_format, pages, a_ring, used, tokens, sequences, *in_all)
 
 
 def budget_of(memory_gib: float, weights_gib: float) -> int:
@@ -154,35 +161,60 @@ def budget_of(memory_gib: float, weights_gib: float) -> int:
   return int((memory_gib - weights_gib) * 2**30)
 
 
-def lines(model: Model, budget: int, kv_len: int) -> list[str]:
-  rows = [plan(model, budget, kv_len, *formats) for formats in FORMATS]
+def formats_of(
+  k_format: str | None, v_format: str | None, recent_window: int
+) -> tuple[tuple[str, str], ...]:
+  """The pair that is asked for, by the defaults of PagedKVCache.create; else the usual ones."""
+  if k_format is None and v_format is None:
+    return FORMATS
+  k_format = "nvfp4" if k_format is None else k_format
+  pair = k_format, k_format if v_format is None else v_format
+  if pair == WIDE and recent_window:
+    raise ValueError(f"recent_window must be 0 for a bf16 cache, got {recent_window}")
+  return (pair,)
+
+
+def lines(model: Model, budget: int, kv_len: int, formats=FORMATS) -> list[str]:
+  rows = [plan(model, budget, kv_len, *pair) for pair in formats]
+  several = lambda count, what: f"{count} {what}{'s' if count > 1 else ''}"
   of_model = (
     f"{model.layers} layers, {model.kv_heads} KV heads of {model.head_dim}, pages of "
-    f"{model.page_size}; tensor {model.tensor}, context {model.context}, data {model.data}"
+    f"{model.page_size}; tensor {model.tensor}, context {model.context}, data {model.data}: "
+    f"{several(model.data, 'group')} of {several(model.tensor * model.context, 'device')}"
   )
-  lacking = [f"{row.k_format}, {row.v_format}" for row in rows if not row.pages]
+  name = lambda row: f"{row.k_format}, {row.v_format}"
+  notes = []
+  if ring := max(row.ring_bytes for row in rows):
+    notes.append(
+      f"The newest {model.recent_window} tokens of a sequence are not in pages: its ring takes "
+      f"{ring / 2**20:.2f} MiB of each device of its group, none in {', '.join(WIDE)}."
+    )
+  if lacking := [name(row) for row in rows if not row.pages]:
+    notes.append(f"No page: the smallest cache takes more ({'; '.join(lacking)}).")
   table = Table(
     title=f"{budget / 2**30:.1f} GiB a device for caches; sequences of {kv_len:,} tokens",
     head=(
       "K, V",
       "pages a device",
-      "MiB of a ring",
-      "GiB a device",
-      "tokens in pages",
-      "sequences",
+      "GiB",
+      "tokens a group",
+      "tokens in all",
+      "sequences a group",
+      "sequences in all",
     ),
     rows=[
       (
-        f"{row.k_format}, {row.v_format}",
+        name(row),
         f"{row.pages:,}",
-        f"{row.ring_bytes / 2**20:.2f}",
         f"{row.cache_bytes / 2**30:.2f}",
+        f"{row.group_tokens:,}",
         f"{row.tokens:,}",
+        f"{row.group_sequences:,}",
         f"{row.sequences:,}",
       )
       for row in rows
     ],
-    notes=[f"No page: the smallest cache takes more ({'; '.join(lacking)})."] if lacking else [],
+    notes=notes,
   )
   return [*textwrap.wrap(of_model, WIDTH), *table.terminal()]
 
@@ -198,7 +230,10 @@ def main(argv: list[str]) -> int:
   add("--memory-gib", type=float, default=141.0, help="of a device")
   add("--weights-gib", type=float, default=16.0, help="of a device, and what else is not the cache")
   add("--kv-len", type=int, default=8192, help="tokens of a sequence")
+  add("--k-format", choices=KV_FORMATS, help="one pair, not the usual four; default: nvfp4")
+  add("--v-format", choices=KV_FORMATS, help="of that pair; default: K's")
   add("--recent-window", type=int, default=0, help="newest tokens of a sequence that stay bf16")
+  add("--k-mean", action="store_true", help="keys are stored without a mean")
   for axis in ("tensor", "context", "data"):
     add(f"--{axis}", type=int, default=1, help=f"devices of the {axis} axis")
   o = parser.parse_args(argv)
@@ -214,8 +249,10 @@ def main(argv: list[str]) -> int:
       context=o.context,
       data=o.data,
       recent_window=o.recent_window,
+      k_mean=o.k_mean,
     )
-    printed = lines(model, budget, o.kv_len)
+    formats = formats_of(o.k_format, o.v_format, o.recent_window)
+    printed = lines(model, budget, o.kv_len, formats)
   except ValueError as error:
     parser.error(str(error))
   print("\n".join(printed))

@@ -9,11 +9,13 @@ not the usual ones, how K and V round (`k_scale_search`) and are rotated (`k_rot
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import pathlib
+import stat
 import struct
 import uuid
 from collections.abc import Sequence
@@ -60,11 +62,15 @@ def save(cache: PagedKVCache, path: str | os.PathLike) -> None:
   """Writes all pages, whole or not at all: a file of this name appears when it is complete and on
   the disk. Of several that save under one name at a time, the last one's file stays.
 
+  A file that is replaced hands its permissions on; owner and group are those of a new one. Where
+  `path` is a symbolic link, the file that it leads to is replaced and the link stays. A process
+  that is killed while it saves leaves a file `.<32 hexadecimal digits>.tmp` in the folder.
+
   Raises:
     ValueError: the cache is not as PagedKVCache says, and so could not be restored.
   """
   check_cache(cache)
-  path = pathlib.Path(path)
+  path = pathlib.Path(os.path.realpath(path))
   arrays = {name: np.asarray(array) for name, array in (_named(cache) | _rings(cache)).items()}
   header: dict[str, object] = {
     "__metadata__": {
@@ -83,10 +89,13 @@ def save(cache: PagedKVCache, path: str | os.PathLike) -> None:
     header[name] = entry
   text = json.dumps(header).encode()
   text += b" " * (-len(text) % 8)
-  # A name of its own: other threads may save to the same path.
-  unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+  # A name of its own, since other threads may save to the same path; a short one, since a name that
+  # is as long as names can be may not become longer.
+  unfinished = path.with_name(f".{uuid.uuid4().hex}.tmp")
   try:
     with unfinished.open("xb") as file:
+      with contextlib.suppress(FileNotFoundError):
+        unfinished.chmod(stat.S_IMODE(path.stat().st_mode))
       file.write(struct.pack("<Q", len(text)) + text)
       for array in arrays.values():
         file.write(np.ascontiguousarray(array).tobytes())
@@ -315,13 +324,25 @@ def _split(raw: bytes) -> tuple[dict, memoryview]:
   if length > len(raw) - 8:
     raise CheckpointError(f"the file is truncated: a header of {length} bytes in {len(raw)}")
   try:
-    header = json.loads(raw[8 : 8 + length])
+    header = json.loads(raw[8 : 8 + length], object_pairs_hook=_without_doubles)
+  except CheckpointError:
+    raise
   # ValueError: not UTF-8, not JSON, or an integer of more digits than Python reads.
   except (ValueError, RecursionError) as error:
     raise CheckpointError(f"the file's header is not JSON: {error}") from None
   if not isinstance(header, dict):
     raise CheckpointError("the file's header is not a table of arrays")
   return header, memoryview(raw)[8 + length :]
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  """A table of JSON, of whose entries of one name Python would take the last."""
+  table: dict[str, Any] = {}
+  for name, value in pairs:
+    if name in table:
+      raise CheckpointError(f"the file's header must not have an entry twice, got {name!r}"[:300])
+    table[name] = value
+  return table
 
 
 def _check_entries(header: dict[str, Any]) -> int:

@@ -6,8 +6,14 @@ scales, and have one global scale a layer where a cache has one a KV head.
 
     FlashInfer   K, V and their scales apart, [pages, page, head, ...] "NHD" or
                  [pages, head, page, ...] "HND"
-    vLLM         one buffer, each page [K codes | K scales | V codes | V scales]
+    vLLM         one buffer, each page [K codes | K scales | V codes | V scales], each of these
+                 [head, page, ...] "HND" or [page, head, ...] "NHD"
     SGLang       K, V and their scales apart, flat token slots [slot, head, ...]
+
+vLLM gives its buffer a shape with a last axis of D / 2 + D / 16: [pages, 2 heads, page, ...], or,
+as it once had it, [pages, 2, head, page, ...] ("NHD": [pages, 2, page, head, ...]). That says how
+many bytes a page has, not what they are: `buffer[..., : D / 2]` is not K's or V's codes. vllm_views
+finds them.
 
 Scales of V come in one of three orders within the [page, S] scales of a page's head, S = D / 16:
 
@@ -32,10 +38,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from nvfp4_pallas.cache import PagedKVCache, PagePool, check_cache, check_page_size
+from nvfp4_pallas.cache import (
+  PagedKVCache,
+  PagePool,
+  check_cache,
+  check_head_dim,
+  check_page_size,
+  check_whole,
+)
 from nvfp4_pallas.format import GLOBAL_SCALE_MAX, GLOBAL_SCALE_MIN
 
 LAYOUTS = ("NHD", "HND")
+ARRAYS = ("k", "v", "k_scale", "v_scale")
 V_SCALES = ("linear", "trtllm", "vllm")
 SCALE_CONVENTIONS = ("decode", "encode", "amax_448", "amax_2688")
 BLOCK, CODES_OF_BYTE = 16, 2
@@ -43,7 +57,7 @@ BLOCK, CODES_OF_BYTE = 16, 2
 
 @dataclasses.dataclass(frozen=True)
 class ForeignPages:
-  """Arrays of an engine that keeps K, V and scales apart.
+  """Arrays of an engine that keeps K, V and scales apart, or views of one that does not.
 
   Attributes:
     k, v: codes, uint8 [..., D / 2].
@@ -64,7 +78,8 @@ class PackedPages:
   """A buffer of vLLM, and what it keeps beside it.
 
   Attributes:
-    buffer: uint8 [pages, bytes of a page].
+    buffer: uint8 [pages, bytes of a page], or as vLLM shapes them (see above), row by row as the
+      bytes lie in memory.
     k_global_scale, v_global_scale: decode multipliers of the layer.
   """
 
@@ -92,9 +107,11 @@ def _multiplier(name: str, value: float, convention: str = "decode") -> float:
   if convention not in SCALE_CONVENTIONS:
     raise ValueError(f"convention must be one of {SCALE_CONVENTIONS}, got {convention!r}")
   try:
+    if isinstance(value, (str, bytes, bool)) or np.ndim(value):
+      raise TypeError
     value = float(value)
-  except TypeError:
-    raise ValueError(f"{name} must be a number, known outside jit, got {value!r}") from None
+  except (TypeError, ValueError, OverflowError):
+    raise ValueError(f"{name} must be a number, known outside jit, got {value!r}"[:300]) from None
   if not (math.isfinite(value) and value > 0):
     raise ValueError(f"{name} must be finite and positive, got {value}")
   of = {"decode": value, "encode": 1 / value, "amax_448": value / 448, "amax_2688": value / 2688}
@@ -128,7 +145,9 @@ def to_flashinfer(
     NotImplementedError: K or V is not in nvfp4, or stored rotated or without a mean, or the newest
       tokens are in rings.
   """
+  _check_is("cache", cache, PagedKVCache)
   _check_layout(layout)
+  check_cache(cache)
   if cache.recent is not None:
     raise NotImplementedError(
       f"this layout has pages only, the newest {cache.recent.tokens} tokens are in rings"
@@ -158,16 +177,19 @@ def from_flashinfer(
     ValueError: an argument breaks a rule, or no cache has such pages (their size, the head dims,
       a block scale with a sign; inside jit values are not known, and not checked).
   """
+  _check_is("pages", pages, ForeignPages)
   _check_layout(layout)
-  for name in ("k", "v", "k_scale", "v_scale"):
-    if getattr(pages, name).ndim != 4:
-      raise ValueError(
-        f"{name} must be [pages, page, head, row] in some order, got {getattr(pages, name).shape}"
-      )
-  v_scale = _order_scales(_to_hnd(pages.v_scale, layout), v_scales, back=True)
+  arrays = {}
+  for name in ARRAYS:
+    array = _array(pages, name)
+    if array.ndim != 4:
+      raise ValueError(f"{name} must be [pages, page, head, row] in some order, got {array.shape}")
+    # What is the host's is copied: an engine may write on.
+    arrays[name] = _to_hnd(array if isinstance(array, jax.Array) else jnp.array(array), layout)
+  v_scale = _order_scales(arrays["v_scale"], v_scales, back=True)
   cache = PagedKVCache(
-    k=_pool_in("k", _to_hnd(pages.k, layout), _to_hnd(pages.k_scale, layout), pages.k_global_scale),
-    v=_pool_in("v", _to_hnd(pages.v, layout), v_scale, pages.v_global_scale),
+    k=_pool_in("k", arrays["k"], arrays["k_scale"], pages.k_global_scale),
+    v=_pool_in("v", arrays["v"], v_scale, pages.v_global_scale),
   )
   check_cache(cache)
   return cache
@@ -177,15 +199,16 @@ def to_sglang(cache: PagedKVCache) -> ForeignPages:
   """Flat token slots [pages * page_size, head, ...], slot = page * page_size + offset."""
   pages = to_flashinfer(cache, layout="NHD")
   flat = lambda a: a.reshape(-1, *a.shape[2:])
-  arrays = {name: flat(getattr(pages, name)) for name in ("k", "v", "k_scale", "v_scale")}
+  arrays = {name: flat(getattr(pages, name)) for name in ARRAYS}
   return dataclasses.replace(pages, **arrays)
 
 
 def from_sglang(slots: ForeignPages, *, page_size: int) -> PagedKVCache:
   """to_sglang's inverse. `page_size` divides the number of slots."""
+  _check_is("slots", slots, ForeignPages)
   check_page_size(page_size)
-  for name in ("k", "v", "k_scale", "v_scale"):
-    shape = getattr(slots, name).shape
+  for name in ARRAYS:
+    shape = _array(slots, name).shape
     if len(shape) != 3:
       raise ValueError(f"{name} must be [slots, head, row], got {shape}")
     if shape[0] % page_size:
@@ -193,12 +216,14 @@ def from_sglang(slots: ForeignPages, *, page_size: int) -> PagedKVCache:
         f"page_size must divide the number of slots, got {page_size} and {shape[0]} of {name}"
       )
   paged = lambda a: a.reshape(-1, page_size, *a.shape[1:])
-  arrays = {name: paged(getattr(slots, name)) for name in ("k", "v", "k_scale", "v_scale")}
+  arrays = {name: paged(getattr(slots, name)) for name in ARRAYS}
   return from_flashinfer(dataclasses.replace(slots, **arrays), layout="NHD")
 
 
 def to_vllm(cache: PagedKVCache, *, layout: str = "HND", v_scales: str = "linear") -> PackedPages:
   """One buffer, uint8 [pages, bytes of a page]: [K codes | K scales | V codes | V scales].
+
+  `buffer.reshape(num_pages, 2 * num_kv_heads, page_size, -1)` is it in vLLM's shape.
 
   Args:
     layout: the order within each of the four regions of a page.
@@ -208,6 +233,7 @@ def to_vllm(cache: PagedKVCache, *, layout: str = "HND", v_scales: str = "linear
     NotImplementedError: head_dim and v_head_dim differ, which a buffer of one width cannot hold;
       and as to_flashinfer.
   """
+  _check_is("cache", cache, PagedKVCache)
   if cache.k.head_dim != cache.v.head_dim:
     raise NotImplementedError(
       f"this layout has one head dim, the cache has {cache.k.head_dim} and {cache.v.head_dim}"
@@ -227,34 +253,88 @@ def from_vllm(
   layout: str = "HND",
   v_scales: str = "linear",
 ) -> PagedKVCache:
-  """to_vllm's inverse.
+  """to_vllm's inverse, of a buffer in any of its shapes.
 
   Raises:
     ValueError: as from_flashinfer; or the buffer is not of such pages.
   """
+  sizes = {"page_size": page_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+  return from_flashinfer(
+    vllm_views(pages, layout=layout, **sizes), layout=layout, v_scales=v_scales
+  )
+
+
+def vllm_views(
+  pages: PackedPages,
+  *,
+  page_size: int,
+  num_kv_heads: int,
+  head_dim: int,
+  layout: str = "HND",
+) -> ForeignPages:
+  """K's codes and scales and V's, where they lie in a buffer of vLLM.
+
+  With "HND" `views.k[page, head]` is uint8 [page_size, head_dim / 2], one head's codes of one page,
+  and `views.k_scale[page, head]` float8_e4m3fn [page_size, head_dim / 16]; with "NHD" they are at
+  [page, :, head]. V's scales are in the order that the writer left them in.
+
+  Of a numpy buffer these are views: nothing is copied, and what is written to them is in it. Of a
+  jax array they are slices.
+
+  Args:
+    pages: the buffer in any of its shapes; a 4-D one is "HND".
+    page_size, num_kv_heads, head_dim: of the engine's cache; K and V have one head dim.
+    layout: the order within each of the four regions of a page.
+
+  Raises:
+    ValueError: an argument breaks a rule, or the buffer is not of such pages.
+  """
+  _check_is("pages", pages, PackedPages)
   _check_layout(layout)
-  if not isinstance(pages, PackedPages):
-    raise ValueError(f"pages must be PackedPages, got {type(pages).__name__}")
-  buffer = pages.buffer
+  check_page_size(page_size)
+  check_whole("num_kv_heads", num_kv_heads)
+  if num_kv_heads < 1:
+    raise ValueError(f"num_kv_heads must be at least 1, got {num_kv_heads}")
+  check_head_dim("head_dim", head_dim)
   tokens = {"HND": (num_kv_heads, page_size), "NHD": (page_size, num_kv_heads)}[layout]
   widths = (head_dim // CODES_OF_BYTE, head_dim // BLOCK) * 2
-  sizes = [math.prod(tokens) * width for width in widths]
-  if buffer.ndim != 2 or buffer.dtype != jnp.uint8 or buffer.shape[1] != sum(sizes):
+  ends = np.cumsum([math.prod(tokens) * width for width in widths])
+  row = widths[0] + widths[1]
+  shapes = [[int(ends[-1])], [2, *tokens, row]]
+  if layout == "HND":
+    shapes.insert(1, [2 * num_kv_heads, page_size, row])
+  buffer = _array(pages, "buffer")
+  if list(buffer.shape[1:]) not in shapes or buffer.dtype != jnp.uint8:
+    rule = " or ".join(f"[{', '.join(map(str, ['pages', *shape]))}]" for shape in shapes)
     raise ValueError(
-      f"buffer must be uint8 [pages, {sum(sizes)}] for {num_kv_heads} heads of {head_dim} and "
-      f"pages of {page_size}, got {buffer.dtype} {list(buffer.shape)}"
+      f"buffer must be uint8 {rule} for {num_kv_heads} heads of {head_dim}, pages of {page_size} "
+      f"and {layout}, got {buffer.dtype} {list(buffer.shape)}"
     )
-  regions = jnp.split(buffer, np.cumsum(sizes)[:-1], axis=1)
+  flat = buffer.reshape(len(buffer), ends[-1])
   k, k_scale, v, v_scale = (
-    region.reshape(-1, *tokens, width) for region, width in zip(regions, widths, strict=True)
+    flat[:, end - math.prod(tokens) * width : end].reshape(len(buffer), *tokens, width)
+    for end, width in zip(ends, widths, strict=True)
   )
-  k_scale, v_scale = (
-    jax.lax.bitcast_convert_type(scale, jnp.float8_e4m3fn) for scale in (k_scale, v_scale)
+  return ForeignPages(
+    k=k,
+    v=v,
+    k_scale=k_scale.view(jnp.float8_e4m3fn),
+    v_scale=v_scale.view(jnp.float8_e4m3fn),
+    k_global_scale=pages.k_global_scale,
+    v_global_scale=pages.v_global_scale,
   )
-  scales = pages.k_global_scale, pages.v_global_scale
-  return from_flashinfer(
-    ForeignPages(k, v, k_scale, v_scale, *scales), layout=layout, v_scales=v_scales
-  )
+
+
+def _check_is(name: str, value: Any, expected: type) -> None:
+  if not isinstance(value, expected):
+    raise ValueError(f"{name} must be {expected.__name__}, got {type(value).__name__}")
+
+
+def _array(pages: ForeignPages | PackedPages, name: str) -> jax.Array:
+  array = getattr(pages, name)
+  if not (hasattr(array, "dtype") and hasattr(array, "shape")):
+    raise ValueError(f"{name} must be an array, got {type(array).__name__}")
+  return array
 
 
 def _pool_out(pool: PagePool, name: str) -> dict[str, jax.Array]:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import stat
 import struct
 import tempfile
 from unittest import mock
@@ -201,6 +202,23 @@ class CheckpointTest(EqualityTest):
     with self.assertRaisesRegex(checkpoint.CheckpointError, message):
       checkpoint.restore(self.path)
 
+  @parameterized.parameters(
+    ('{"__metadata__"', '{"v.data": 0, "__metadata__"', "v.data"),
+    ('{"__metadata__"', '{"__metadata__": {}, "__metadata__"', "__metadata__"),
+    ('"library"', '"version": "2", "library"', "version"),
+    ('"v.data": {', '"v.data": {"dtype": "F32", ', "dtype"),
+  )
+  def test_entries_that_stand_twice_are_refused(self, old, new, name):
+    """What is added stands before the entry that Python would take."""
+    raw = self.changed()
+    (length,) = struct.unpack("<Q", raw[:8])
+    text = raw[8 : 8 + length]
+    self.assertEqual(text.count(old.encode()), 1)
+    text = text.replace(old.encode(), new.encode())
+    self.path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+    with self.assertRaisesRegex(checkpoint.CheckpointError, f"an entry twice, got '{name}'"):
+      checkpoint.restore(self.path)
+
   def test_a_file_that_is_none(self):
     self.path.write_bytes(struct.pack("<Q", 4) + b"abcd")
     with self.assertRaisesRegex(checkpoint.CheckpointError, "not JSON"):
@@ -248,6 +266,49 @@ class CheckpointTest(EqualityTest):
     self.assertEqual(seen, ["late waits", "early"])
     self.check_equal(checkpoint.restore(self.path), late)
     self.assertEqual([p.name for p in self.path.parent.iterdir()], [self.path.name])
+
+  @parameterized.parameters("a" * 255, "é" * 127, "a" * 219)
+  def test_names_as_long_as_names_can_be(self, name):
+    cache = filled_cache(num_pages=1)
+    path = self.path.with_name(name)
+    checkpoint.save(cache, path)
+    self.check_equal(checkpoint.restore(path), cache)
+    self.assertEqual([p.name for p in path.parent.iterdir()], [name])
+
+  @parameterized.parameters(0o600, 0o640, 0o444)
+  def test_a_replaced_file_hands_its_permissions_on(self, mode):
+    """From the first byte on: another user never sees more than before."""
+    early, late = filled_cache(num_pages=2), filled_cache(num_pages=3)
+    checkpoint.save(early, self.path)
+    self.path.chmod(mode)
+    fsync, seen = os.fsync, []
+
+    def look(descriptor):
+      seen.append(stat.S_IMODE(os.fstat(descriptor).st_mode))
+      fsync(descriptor)
+
+    with mock.patch.object(checkpoint.os, "fsync", side_effect=look):
+      checkpoint.save(late, self.path)
+    self.check_equal(checkpoint.restore(self.path), late)
+    self.assertEqual([*seen, stat.S_IMODE(self.path.stat().st_mode)], [mode, mode])
+
+  def test_a_new_file_has_the_permissions_of_new_files(self):
+    checkpoint.save(filled_cache(num_pages=1), self.path)
+    other = self.path.with_name("other")
+    other.touch()
+    self.assertEqual(self.path.stat().st_mode, other.stat().st_mode)
+
+  def test_a_link_stays_and_its_file_is_replaced(self):
+    """In another folder; a link that leads to no file yet makes it."""
+    early, late = filled_cache(num_pages=2), filled_cache(num_pages=3)
+    folder = self.path.parent / "elsewhere"
+    folder.mkdir()
+    self.path.symlink_to(folder / "file")
+    for cache in (early, late):
+      checkpoint.save(cache, self.path)
+      self.assertTrue(self.path.is_symlink())
+      self.check_equal(checkpoint.restore(folder / "file"), cache)
+    self.assertEqual([p.name for p in folder.iterdir()], ["file"])
 
 
 class PagesTest(EqualityTest):

@@ -14,6 +14,7 @@ from nvfp4_pallas import interop
 from tests.base import TestCase
 
 PAGES, HEADS, PAGE = 3, 2, 16
+SIZES: dict[str, Any] = {"page_size": PAGE, "num_kv_heads": HEADS, "head_dim": 64}
 
 
 def random_cache(head_dim=64, k_scale=0.5, v_scale=3.0, page_size=PAGE) -> nv.PagedKVCache:
@@ -95,6 +96,75 @@ class InteropTest(TestCase):
     sizes = {"page_size": PAGE, "num_kv_heads": HEADS, "head_dim": 128}
     back = interop.from_vllm(pages, **sizes, layout=layout, v_scales=v_scales)
     self.check_equal(back, cache)
+
+  @parameterized.product(layout=interop.LAYOUTS, host=(True, False))
+  def test_views_of_a_buffer(self, layout, host):
+    """Each byte of a random buffer in each of its shapes; with numpy they are the buffer's own."""
+    buffer = np.random.default_rng(0).integers(1, 256, (PAGES, HEADS * PAGE * 72), dtype=np.uint8)
+    tokens = (HEADS, PAGE) if layout == "HND" else (PAGE, HEADS)
+    shapes = [(HEADS * PAGE * 72,), (2, *tokens, 36)]
+    if layout == "HND":
+      shapes.append((2 * HEADS, PAGE, 36))
+    rows = HEADS * PAGE
+    begins = {
+      "k": (0, 32),
+      "k_scale": (rows * 32, 4),
+      "v": (rows * 36, 32),
+      "v_scale": (rows * 68, 4),
+    }
+    for shape in shapes:
+      shaped = buffer.copy().reshape(PAGES, *shape)
+      pages: Any = interop.PackedPages(shaped if host else jnp.asarray(shaped), 0.5, 3.0)
+      views = interop.vllm_views(pages, **SIZES, layout=layout)
+      self.assertEqual((views.k_global_scale, views.v_global_scale), (0.5, 3.0))
+      for name, (begin, width) in begins.items():
+        view = getattr(views, name)
+        self.assertEqual(view.dtype, jnp.float8_e4m3fn if "scale" in name else jnp.uint8)
+        self.assertEqual(view.shape, (PAGES, *tokens, width))
+        for head in range(HEADS):
+          for t in range(PAGE):
+            at = begin + width * (head * PAGE + t if layout == "HND" else t * HEADS + head)
+            row = view[:, head, t] if layout == "HND" else view[:, t, head]
+            np.testing.assert_array_equal(as_bytes(row), buffer[:, at : at + width])
+        if host:
+          view[1] = np.zeros((), view.dtype)  # is in the buffer
+      if host:
+        self.assertFalse(shaped[1].any())
+        np.testing.assert_array_equal(shaped[2].reshape(-1), buffer[2])
+
+  @parameterized.parameters("HND", "NHD")
+  def test_vllm_in_its_own_shapes(self, layout):
+    cache = random_cache(128)
+    pages = interop.to_vllm(cache, layout=layout)
+    sizes = {"page_size": PAGE, "num_kv_heads": HEADS, "head_dim": 128, "layout": layout}
+    tokens = (HEADS, PAGE) if layout == "HND" else (PAGE, HEADS)
+    shapes = [(2, *tokens, 72)] + [(2 * HEADS, PAGE, 72)] * (layout == "HND")
+    for shape in shapes:
+      shaped = dataclasses.replace(pages, buffer=pages.buffer.reshape(PAGES, *shape))
+      self.check_equal(interop.from_vllm(shaped, **sizes), cache)
+    if layout == "NHD":
+      packed = dataclasses.replace(pages, buffer=pages.buffer.reshape(PAGES, 2 * HEADS, PAGE, 72))
+      with self.assertRaisesRegex(
+        ValueError,
+        r"buffer must be uint8 \[pages, 4608\] or \[pages, 2, 16, 2, 72\] for 2 heads of 128, "
+        r"pages of 16 and NHD, got uint8 \[3, 4, 16, 72\]",
+      ):
+        interop.from_vllm(packed, **sizes)
+
+  def test_arrays_of_the_host_may_change_afterwards(self):
+    """An engine writes on; the cache stays."""
+    cache = random_cache()
+    pages: Any = interop.to_vllm(cache)
+    pages = dataclasses.replace(pages, buffer=np.array(pages.buffer))
+    got = interop.from_vllm(pages, **SIZES)
+    pages.buffer[:] = 0
+    self.check_equal(got, cache)
+    pages = interop.to_flashinfer(cache, layout="HND")
+    arrays = {name: np.array(getattr(pages, name)) for name in interop.ARRAYS}
+    got = interop.from_flashinfer(dataclasses.replace(pages, **arrays), layout="HND")
+    for array in arrays.values():
+      array[:] = 0
+    self.check_equal(got, cache)
 
   def test_sglang(self):
     cache = random_cache()
@@ -229,6 +299,70 @@ class InteropTest(TestCase):
     ):
       with self.assertRaisesRegex(ValueError, message):
         interop.from_sglang(dataclasses.replace(slots, **changes), page_size=page_size)
+
+
+class ArgumentsTest(TestCase):
+  """What is no such thing at all is refused by its name, rule and value."""
+
+  def test_kinds(self):
+    cache: Any = random_cache()
+    foreign: Any = interop.to_flashinfer(cache)
+    packed: Any = interop.to_vllm(cache)
+    for call, message in (
+      (lambda: interop.to_flashinfer(foreign), "cache must be PagedKVCache, got ForeignPages"),
+      (lambda: interop.to_sglang(packed), "cache must be PagedKVCache, got PackedPages"),
+      (lambda: interop.to_vllm(packed), "cache must be PagedKVCache, got PackedPages"),
+      (lambda: interop.from_flashinfer(cache), "pages must be ForeignPages, got PagedKVCache"),
+      (lambda: interop.from_sglang(packed, page_size=16), "slots must be ForeignPages, got Packed"),
+      (lambda: interop.from_vllm(foreign, **SIZES), "pages must be PackedPages, got ForeignPages"),
+      (lambda: interop.vllm_views(cache, **SIZES), "pages must be PackedPages, got PagedKVCache"),
+    ):
+      with self.assertRaisesRegex(ValueError, message):
+        call()
+
+  @parameterized.parameters("from_vllm", "vllm_views")
+  def test_sizes(self, name):
+    pages = interop.to_vllm(random_cache())
+    for changes, message in (
+      ({"page_size": -16, "num_kv_heads": -2}, "page_size must be one of .*, got -16"),
+      ({"page_size": 16.0}, "page_size must be a whole number, got 16.0"),
+      ({"num_kv_heads": -2}, "num_kv_heads must be at least 1, got -2"),
+      ({"num_kv_heads": "2"}, "num_kv_heads must be a whole number, got '2'"),
+      ({"head_dim": 72}, "head_dim must be a multiple of 16 from 64 to 256, got 72"),
+      ({"head_dim": None}, "head_dim must be a whole number, got None"),
+      ({"layout": "NDH"}, "layout must be one of .*, got 'NDH'"),
+    ):
+      with self.assertRaisesRegex(ValueError, message):
+        getattr(interop, name)(pages, **SIZES | changes)
+
+  def test_arrays(self):
+    cache = random_cache()
+    pages, slots = interop.to_flashinfer(cache), interop.to_sglang(cache)
+    none: Any = None
+    for name in interop.ARRAYS:
+      with self.assertRaisesRegex(ValueError, f"^{name} must be an array, got NoneType"):
+        interop.from_flashinfer(dataclasses.replace(pages, **{name: none}))
+      with self.assertRaisesRegex(ValueError, f"^{name} must be an array, got NoneType"):
+        interop.from_sglang(dataclasses.replace(slots, **{name: none}), page_size=PAGE)
+    with self.assertRaisesRegex(ValueError, "buffer must be an array, got list"):
+      buffer: Any = [[0]]
+      interop.from_vllm(interop.PackedPages(buffer, 1.0, 1.0), **SIZES)
+
+  def test_global_scales(self):
+    cache = random_cache()
+    foreign, packed = interop.to_flashinfer(cache), interop.to_vllm(cache)
+    for value in ("1.0x", "3", b"1", True, [1.0], np.ones(1), 10**400, 1j):
+      for name in ("k_global_scale", "v_global_scale"):
+        message = f"{name} must be a number, known outside jit, got "
+        with self.assertRaisesRegex(ValueError, message):
+          interop.from_flashinfer(dataclasses.replace(foreign, **{name: value}))
+        with self.assertRaisesRegex(ValueError, message):
+          interop.from_vllm(dataclasses.replace(packed, **{name: value}), **SIZES)
+
+  def test_numbers_of_all_kinds(self):
+    value: Any
+    for value in (2, np.float32(2), np.array(2.0), jnp.float32(2)):
+      self.assertEqual(interop.decode_global_scale(value, "encode"), 0.5)
 
 
 class RingsTest(TestCase):

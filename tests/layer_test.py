@@ -63,12 +63,13 @@ class Wide:
   """The same layer with all keys and values of a sequence in float64, rounded to bfloat16 as a
   BF16 cache has them; written from a Llama's description, not from the layer."""
 
-  def __init__(self, w: nv.LlamaAttention):
+  def __init__(self, w: nv.LlamaAttention, base: float = 10_000.0):
+    self.base = base
     self.w = {n: np.asarray(getattr(w, n), np.float64) for n in ("q_proj", "k_proj", "v_proj")}
     self.o_proj = np.asarray(w.o_proj, np.float64)
 
   def rotated(self, x, positions):
-    angle = positions[:, None] * 10_000.0 ** (-np.arange(DIM // 2) / (DIM // 2))
+    angle = positions[:, None] * self.base ** (-np.arange(DIM // 2) / (DIM // 2))
     turned = np.exp(1j * angle)[:, None] * (x[..., : DIM // 2] + 1j * x[..., DIM // 2 :])
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
@@ -77,16 +78,20 @@ class Wide:
     q, k, v = ((x @ w).reshape(len(x), -1, DIM) for w in self.w.values())
     return bf16(self.rotated(q, positions)), bf16(self.rotated(k, positions)), bf16(v)
 
-  def attention(self, q, k, v):
+  def attention(self, q, k, v, *, sm_scale=DIM**-0.5, window=None, soft_cap=None, sinks=None):
     """[rows, Q_HEADS * DIM] of one whole sequence."""
     rows = []
     for i in range(len(q)):
+      oldest = 0 if window is None else max(i + 1 - window, 0)
       heads = []
       for h in range(Q_HEADS):
-        keys, values = (x[: i + 1, h // (Q_HEADS // HEADS)] for x in (k, v))
-        score = keys @ q[i, h] / np.sqrt(DIM)
+        keys, values = (x[oldest : i + 1, h // (Q_HEADS // HEADS)] for x in (k, v))
+        score = keys @ q[i, h] * sm_scale
+        if soft_cap is not None:
+          score = soft_cap * np.tanh(score / soft_cap)
+        sink = -np.inf if sinks is None else sinks[h]
         p = np.exp(score - score.max())
-        heads.append(p @ values / p.sum())
+        heads.append(p @ values / (p.sum() + np.exp(sink - score.max())))
       rows.append(np.concatenate(heads))
     return np.stack(rows)
 

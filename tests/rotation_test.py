@@ -9,17 +9,15 @@ from absl.testing import absltest, parameterized
 from nvfp4_pallas import format as nvfp4
 from nvfp4_pallas.rotation import hadamard, rotate, transform_rows
 from tests.base import TestCase
+from tests.stored_rows import hadamard_signs
 
 HEAD_DIMS = (64, 80, 96, 128, 144, 192, 256)
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def matrix(d: int) -> np.ndarray:
-  """By Sylvester's construction, in blocks of the largest power of two."""
-  h = np.ones((1, 1))
-  while d % (2 * len(h)) == 0:
-    h = np.block([[h, h], [h, -h]])
-  return np.kron(np.eye(d // len(h)), h) / np.sqrt(len(h))
+  signs = hadamard_signs(d)
+  return signs / np.sqrt(np.abs(signs).sum(axis=0))
 
 
 class HadamardTest(TestCase):

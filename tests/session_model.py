@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -21,12 +22,13 @@ RINGS = (1, -1, 2, 0)  # of places, where there are rings
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-  """A kind of cache."""
+  """A kind of cache; with `levers` both are rotated, and K is without a mean."""
 
   k_format: str
   v_format: str
   window: int = 0
   search: str = "amax"
+  levers: bool = False
 
   @property
   def read_path(self) -> str:
@@ -41,6 +43,10 @@ class Kind:
   def cache(self) -> nv.PagedKVCache:
     scales = {"k": jnp.asarray([0.7, 1.6]), "v": jnp.asarray([1.1, 0.4])}
     formats = {"k": self.k_format, "v": self.v_format}
+    options: dict[str, Any] = {f"{n}_global_scale": scales[n] for n in "kv" if formats[n] != "bf16"}
+    if self.levers:
+      mean = stored_rows.mean_of(np.random.default_rng(1), (HEADS, K_DIM))
+      options |= {"k_rotation": "hadamard", "v_rotation": "hadamard", "k_mean": jnp.asarray(mean)}
     return nv.PagedKVCache.create(
       num_pages=NUM_PAGES,
       page_size=PAGE,
@@ -52,7 +58,7 @@ class Kind:
       scale_search=self.search,
       recent_window=self.window,
       num_rings=sum(ring >= 0 for ring in RINGS) if self.window else None,
-      **{f"{n}_global_scale": scales[n] for n in "kv" if formats[n] != "bf16"},
+      **options,
     )
 
   @functools.cache  # noqa: B019 - kinds are few, and rounding their rows takes a while
@@ -61,8 +67,11 @@ class Kind:
     r, cache = np.random.default_rng(0), self.cache()
 
     def draw(pool):
-      x = r.standard_normal((WORDS, HEADS, pool.head_dim))
-      x *= 2.0 ** r.integers(-3, 3, (WORDS, 1, 1))
+      shape = WORDS, HEADS, pool.head_dim
+      if self.levers:
+        x = stored_rows.whole(r, shape)
+      else:
+        x = r.standard_normal(shape) * 2.0 ** r.integers(-3, 3, (WORDS, 1, 1))
       x[0], x[1, :, :16] = 0, -0.0
       return stored_rows.make(pool, x)
 
@@ -103,7 +112,7 @@ def _check_ring(session: Session, place: int, tokens: list[int]) -> None:
   where = ring_rows(session, place, np.arange(start, len(tokens)))
   for pool, rows in zip((recent.k, recent.v), session.rows, strict=True):
     got = np.asarray(pool.data)[where]
-    np.testing.assert_array_equal(got, rows.values[np.asarray(tokens[start:], int)], f"ring {ring}")
+    np.testing.assert_array_equal(got, rows.kept[np.asarray(tokens[start:], int)], f"ring {ring}")
 
 
 def by_hand(session: Session) -> tuple[nv.PagedKVCache, np.ndarray]:
@@ -132,7 +141,7 @@ def by_hand(session: Session) -> tuple[nv.PagedKVCache, np.ndarray]:
       for place, sequence in session.sequences.items():
         if session.has_ring(place):
           at = np.arange(sequence.paged, len(sequence.tokens))
-          data[ring_rows(session, place, at)] = rows.values[np.asarray(sequence.tokens, int)[at]]
+          data[ring_rows(session, place, at)] = rows.kept[np.asarray(sequence.tokens, int)[at]]
           starts[session.rings[place]] = sequence.paged
       rings[name] = dataclasses.replace(getattr(recent, name), data=jnp.asarray(data))
     recent = dataclasses.replace(recent, **rings, starts=jnp.asarray(starts))
