@@ -56,8 +56,9 @@ States = tuple[jax.Array, jax.Array]
 class MeshOps:
   """How a cache is divided over a mesh, and the operations on it.
 
-  Arguments that lie elsewhere than `rows`, cache_specs and batch_specs say are moved, on axes of
-  the type Auto; on Explicit ones, jax.make_mesh's default, JAX refuses them.
+  Arguments that lie elsewhere than `rows`, cache_specs, batch_specs and, of sinks,
+  PartitionSpec(heads) say are moved, on axes of the type Auto; on Explicit ones, jax.make_mesh's
+  default, JAX refuses them.
 
   Attributes:
     mesh: the devices; it may have other axes, over which everything is copied.
