@@ -98,7 +98,14 @@ class MeshOps:
 
   def place(self, cache: PagedKVCache) -> PagedKVCache:
     """The cache on its devices. One that is too large for any device is created under jit, with
-    out_shardings of `shardings`."""
+    out_shardings of `shardings`.
+
+    Donating it leaves the original as it was, with one exception: pages and rings that a device has
+    whole already (no axis of several devices divides them, or the cache was placed before) are not
+    copied, as that would take twice their memory. Then the original ends with the placed one.
+    """
+    # device_put shares what a device has whole, whatever its may_alias says. Pages have four axes.
+    cache = jax.tree.map(lambda a: a if a.ndim == 4 else jnp.copy(a), cache)
     return jax.device_put(cache, self.shardings(cache))
 
   def shardings(self, cache: PagedKVCache) -> PagedKVCache:

@@ -88,6 +88,22 @@ class PlacedTest(TestCase):
     self.assert_same(got, checkpoint.restore_rings(want, [0, 3], host))
     self.assert_placed(got, ops)
 
+  @BOTH
+  def test_the_original_survives_a_donation(self, axis_type):
+    """All of it where an axis divides pages; where none does, all but what is not copied."""
+    options = {"recent_window": 20, "num_rings": 8, "k_mean": np.ones((8, DIM), np.float32)}
+    donated = jax.jit(lambda cache: jax.tree.map(jnp.negative, cache), donate_argnums=0)
+    for axes in ({"heads": "mesh"}, {"sequences": "mesh"}, {}):
+      ops = nv.MeshOps(mesh_of(axis_type, mesh=8), **axes)
+      original = random_cache(**options)
+      jax.block_until_ready(donated(ops.place(original)))
+      for a, b in zip(*map(jax.tree.leaves, (original, random_cache(**options))), strict=True):
+        if axes or a.ndim < 4:
+          np.testing.assert_array_equal(bits(a), bits(b))
+        else:
+          with self.assertRaisesRegex(RuntimeError, "deleted"):
+            np.asarray(a)
+
 
 if __name__ == "__main__":
   absltest.main()
