@@ -165,7 +165,7 @@ class MeshOps:
 
     def on_device(cache, k, v, batch):
       if self.pages is None:
-        return append(cache, k, v, batch, **options)
+        return append(cache, k, v, _with_ring_ids(cache, batch), **options)
       slots = slot_mapping(self._own_columns(batch), cache.page_size, k.shape[0])
       return append(cache, k, v, slot_mapping=slots, **options)
 
@@ -319,6 +319,17 @@ class MeshOps:
       out, lse = attention.merge_two((out, lse), other)
     out, lse = attention.add_sinks((out, lse), sinks)
     return out.astype(q.dtype), lse
+
+
+def _with_ring_ids(cache: PagedKVCache, batch: RaggedBatch) -> RaggedBatch:
+  """The batch with ring_ids said where the cache has rings.
+
+  Rings that are written without are a slice; where that is all of them, the slice's empty index is
+  a constant that nothing uses, at which XLA of jax 0.11.2 ends the process, inside shard_map.
+  """
+  if cache.recent is None or batch.ring_ids is not None:
+    return batch
+  return dataclasses.replace(batch, ring_ids=jnp.arange(batch.num_seqs, dtype=jnp.int32))
 
 
 def _spec(window: int | None, options: dict[str, Any]) -> AttentionSpec:

@@ -12,7 +12,7 @@ import nvfp4_pallas as nv
 from nvfp4_pallas import checkpoint
 from tests import sharded_devices
 from tests.base import TestCase
-from tests.sharded_devices import DIM, PAGE, bits, mesh_of
+from tests.sharded_devices import DIM, PAGE, bits, mesh_of, placed
 
 BOTH = parameterized.parameters(AxisType.Auto, AxisType.Explicit)
 RINGS = {"recent_window": 20, "num_rings": 4}
@@ -103,6 +103,21 @@ class PlacedTest(TestCase):
         else:
           with self.assertRaisesRegex(RuntimeError, "deleted"):
             np.asarray(a)
+
+  @BOTH
+  def test_all_rings_without_ids(self, axis_type):
+    """As with the ids that they stand for."""
+    ops = nv.MeshOps(mesh_of(axis_type, data=2, tensor=4), heads="tensor", sequences="data")
+    cache = ops.place(random_cache(**RINGS))
+    arrays = ((0, 1, 2), (3, 4, 5)), (40, 30), (0, 40, 70)
+    k = placed(ops, jnp.ones((2 * 70, 8, DIM), jnp.bfloat16), ops.rows)
+
+    def appended(*ids):
+      one = nv.RaggedBatch(*(jnp.asarray(a, jnp.int32) for a in (*arrays, *ids)))
+      batch = ops.lay_out([one, one])
+      return jax.jit(ops.append)(cache, k, k, placed(ops, batch, ops.batch_specs(batch)))
+
+    self.assert_same(appended(), appended((0, 1)))
 
 
 if __name__ == "__main__":
