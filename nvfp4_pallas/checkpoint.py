@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from nvfp4_pallas.axes import as_on_auto_axes
 from nvfp4_pallas.cache import (
   KV_FORMATS,
   LAYOUT,
@@ -181,7 +182,7 @@ def fetch_pages(cache: PagedKVCache, pages: Sequence[int]) -> dict[str, np.ndarr
     ValueError: a page's number is not the cache's.
   """
   index = _index("pages", pages, "num_pages", cache.num_pages)
-  return {name: np.asarray(array[index]) for name, array in _paged(cache).items()}
+  return {name: _rows(array, index) for name, array in _paged(cache).items()}
 
 
 def restore_pages(
@@ -195,7 +196,7 @@ def restore_pages(
   """
   index = _index("pages", pages, "num_pages", cache.num_pages, once=True)
   arrays = _paged(cache)
-  changed = _with_rows(arrays, index, host)
+  changed = _with_rows(arrays, dict.fromkeys(arrays, index), host)
   pools = {
     name: dataclasses.replace(
       getattr(cache, name),
@@ -214,9 +215,10 @@ def fetch_rings(cache: PagedKVCache, ring_ids: Sequence[int]) -> dict[str, np.nd
   Raises:
     ValueError: the cache has no recent window, or a ring's number is not its.
   """
-  arrays = _by_ring(_recent_of(cache))
-  index = _index("ring_ids", ring_ids, "num_rings", len(arrays["recent.starts"]))
-  return {name: np.asarray(array[index]) for name, array in arrays.items()}
+  recent = _recent_of(cache)
+  index = _index("ring_ids", ring_ids, "num_rings", recent.num_rings)
+  places = _ring_places(recent, index)
+  return {name: _rows(array, places[name]) for name, array in _rings(cache).items()}
 
 
 def restore_rings(
@@ -230,9 +232,9 @@ def restore_rings(
   """
   recent = _recent_of(cache)
   index = _index("ring_ids", ring_ids, "num_rings", recent.num_rings, once=True)
-  changed = _with_rows(_by_ring(recent), index, host)
+  changed = _with_rows(_rings(cache), _ring_places(recent, index), host)
   k, v = (
-    dataclasses.replace(pool, data=changed[f"recent.{name}"].reshape(pool.data.shape))
+    dataclasses.replace(pool, data=changed[f"recent.{name}"])
     for name, pool in (("k", recent.k), ("v", recent.v))
   )
   recent = dataclasses.replace(recent, k=k, v=v, starts=changed["recent.starts"])
@@ -245,30 +247,36 @@ def _recent_of(cache: PagedKVCache) -> RecentWindow:
   return cache.recent
 
 
-def _by_ring(recent: RecentWindow) -> dict[str, jax.Array]:
-  """Its arrays with rings for their first axis."""
-  pages = lambda pool: pool.data.reshape(recent.num_rings, recent.ring_pages, *pool.data.shape[1:])
-  return {
-    "recent.k": pages(recent.k),
-    "recent.v": pages(recent.v),
-    "recent.starts": recent.starts,
-  }
+def _ring_places(recent: RecentWindow, index: np.ndarray) -> dict[str, np.ndarray]:
+  """Where rings lie along the first axis of each of its arrays."""
+  pages = index[:, None] * recent.ring_pages + np.arange(recent.ring_pages)
+  return {"recent.k": pages, "recent.v": pages, "recent.starts": index}
+
+
+def _rows(array: jax.Array, places: np.ndarray) -> np.ndarray:
+  rows = as_on_auto_axes(lambda array: array[places], array, new_axes=places.ndim)
+  return np.asarray(rows)
 
 
 def _with_rows(
-  arrays: dict[str, jax.Array], index: np.ndarray, host: dict[str, np.ndarray]
+  arrays: dict[str, jax.Array], places: dict[str, np.ndarray], host: dict[str, np.ndarray]
 ) -> dict[str, jax.Array]:
-  """The arrays with the host's at `index` of their first axis. Raises ValueError."""
+  """The arrays with the host's at `places` of their first axis. Raises ValueError."""
   if set(host) != set(arrays):
     raise ValueError(f"host must have the arrays {sorted(arrays)}, got {sorted(host)}")
   for name, array in arrays.items():
-    expected = (len(index), *array.shape[1:])
+    expected = (*places[name].shape, *array.shape[1:])
     if host[name].shape != expected or host[name].dtype != array.dtype:
       raise ValueError(
         f"host's {name} must be {array.dtype} {list(expected)}, got {host[name].dtype} "
         f"{list(host[name].shape)}"
       )
-  return {name: array.at[index].set(jnp.asarray(host[name])) for name, array in arrays.items()}
+
+  def changed(name, array):
+    put = lambda array, rows: array.at[places[name]].set(rows)
+    return as_on_auto_axes(put, array, jnp.asarray(host[name]))
+
+  return {name: changed(name, array) for name, array in arrays.items()}
 
 
 def _options(cache: PagedKVCache) -> dict[str, str]:

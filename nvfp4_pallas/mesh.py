@@ -56,8 +56,9 @@ States = tuple[jax.Array, jax.Array]
 class MeshOps:
   """How a cache is divided over a mesh, and the operations on it.
 
-  Arguments that lie elsewhere than `rows`, cache_specs and batch_specs say are moved, on axes of
-  the type Auto; on Explicit ones, jax.make_mesh's default, JAX refuses them.
+  Arguments that lie elsewhere than `rows`, cache_specs, batch_specs and, of sinks,
+  PartitionSpec(heads) say are moved, on axes of the type Auto; on Explicit ones, jax.make_mesh's
+  default, JAX refuses them.
 
   Attributes:
     mesh: the devices; it may have other axes, over which everything is copied.
@@ -97,7 +98,14 @@ class MeshOps:
 
   def place(self, cache: PagedKVCache) -> PagedKVCache:
     """The cache on its devices. One that is too large for any device is created under jit, with
-    out_shardings of `shardings`."""
+    out_shardings of `shardings`.
+
+    Donating it leaves the original as it was, with one exception: pages and rings that a device has
+    whole already (no axis of several devices divides them, or the cache was placed before) are not
+    copied, as that would take twice their memory. Then the original ends with the placed one.
+    """
+    # device_put shares what a device has whole, whatever its may_alias says. Pages have four axes.
+    cache = jax.tree.map(lambda a: a if a.ndim == 4 else jnp.copy(a), cache)
     return jax.device_put(cache, self.shardings(cache))
 
   def shardings(self, cache: PagedKVCache) -> PagedKVCache:
@@ -157,7 +165,7 @@ class MeshOps:
 
     def on_device(cache, k, v, batch):
       if self.pages is None:
-        return append(cache, k, v, batch, **options)
+        return append(cache, k, v, _with_ring_ids(cache, batch), **options)
       slots = slot_mapping(self._own_columns(batch), cache.page_size, k.shape[0])
       return append(cache, k, v, slot_mapping=slots, **options)
 
@@ -311,6 +319,17 @@ class MeshOps:
       out, lse = attention.merge_two((out, lse), other)
     out, lse = attention.add_sinks((out, lse), sinks)
     return out.astype(q.dtype), lse
+
+
+def _with_ring_ids(cache: PagedKVCache, batch: RaggedBatch) -> RaggedBatch:
+  """The batch with ring_ids said where the cache has rings.
+
+  Rings that are written without are a slice; where that is all of them, the slice's empty index is
+  a constant that nothing uses, at which XLA of jax 0.11.2 ends the process, inside shard_map.
+  """
+  if cache.recent is None or batch.ring_ids is not None:
+    return batch
+  return dataclasses.replace(batch, ring_ids=jnp.arange(batch.num_seqs, dtype=jnp.int32))
 
 
 def _spec(window: int | None, options: dict[str, Any]) -> AttentionSpec:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from nvfp4_pallas import debug, recent
 from nvfp4_pallas.batch import RaggedBatch, check_batch, check_one_token_each
@@ -52,20 +52,35 @@ class Divided:
     """
     self._check_sizes(batch)
     small = _small_arrays(cache), batch
-    known = all(map(_is_known, jax.tree.leaves(small)))
-    if known:
-      small = jax.tree.map(np.asarray, small)
-    for own, part in self._parts(cache, *small):
-      check_batch(part, num_tokens=self._own_rows, page_size=cache.page_size, appends=self.appends)
-      if self.one_token_each:
-        check_one_token_each(part)
-      recent.check_rings(own.recent, part)
+    small = jax.tree.map(lambda a: np.asarray(a) if _is_known(a) else a, small)
+    self._check_rules(cache, *small)
     if not debug.is_on():
       return batch
-    if known:
+    if all(isinstance(a, np.ndarray) for a in jax.tree.leaves(small)):
       self._debug(cache, *small)
       return batch
     return self._on_every_device(cache, small[0], batch)
+
+  def _check_rules(self, cache: PagedKVCache, small, batch) -> None:
+    """The rules of shapes, and of the values that are known.
+
+    Of the others shapes alone are cut into parts: on Explicit axes JAX cuts no array along an axis
+    that is divided.
+    """
+    leaves, tree = jax.tree.flatten((small, batch))
+    shape = lambda a: None if isinstance(a, np.ndarray) else jax.ShapeDtypeStruct(a.shape, a.dtype)
+
+    def check(unknown):
+      of_leaf = [a if of is None else of for a, of in zip(leaves, unknown, strict=True)]
+      for own, part in self._parts(cache, *tree.unflatten(of_leaf)):
+        check_batch(
+          part, num_tokens=self._own_rows, page_size=cache.page_size, appends=self.appends
+        )
+        if self.one_token_each:
+          check_one_token_each(part)
+        recent.check_rings(own.recent, part)
+
+    jax.eval_shape(check, list(map(shape, leaves)))
 
   @property
   def _own_rows(self) -> int:
@@ -120,6 +135,7 @@ class Divided:
     """The checks of debug.py, on numpy arrays."""
     with debug.debug_checks():
       for own, part in self._parts(cache, small, batch):
+        recent.check_rings(own.recent, part)
         if self.attends is not None:
           debug.check_attention(
             own,
@@ -155,9 +171,11 @@ class Divided:
       return jax.pure_callback(on_host, result, small, batch, vmap_method="sequential")
 
     whole = PartitionSpec()
+    # On Auto axes shard_map itself makes them whole.
+    arguments = jax.reshard((lax.stop_gradient(small), batch), NamedSharding(self.mesh, whole))
     done = jax.shard_map(
       on_device, mesh=self.mesh, in_specs=(whole, whole), out_specs=whole, check_vma=False
-    )(lax.stop_gradient(small), batch)
+    )(*arguments)
     return dataclasses.replace(batch, kv_lens=batch.kv_lens + done)
 
 

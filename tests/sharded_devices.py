@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl.testing import absltest, parameterized
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import nvfp4_pallas as nv
@@ -27,6 +27,19 @@ UNCHECKED = {"check_vma": False}  # pallas_call says nothing of how its results 
 
 def bits(x) -> np.ndarray:
   return np.asarray(x).view(np.uint8)
+
+
+def mesh_of(axis_type: AxisType, **axes: int) -> Mesh:
+  devices = np.asarray(jax.devices()).reshape(*axes.values())
+  return Mesh(devices, tuple(axes), axis_types=(axis_type,) * len(axes))
+
+
+def placed(ops, tree, specs):
+  """As Explicit axes want it; for Auto ones as it is, to be moved."""
+  if AxisType.Explicit not in ops.mesh.axis_types:
+    return tree
+  place = lambda spec, array: jax.device_put(array, NamedSharding(ops.mesh, spec))
+  return jax.tree.map(place, specs, tree)
 
 
 def filled(num_pages: int, lens: tuple[int, ...], **levers):
@@ -216,47 +229,56 @@ class MeshOpsTest(TestCase):
     rows = lambda n: [normal(n, h) for h in (HEADS * GROUP, HEADS, HEADS)]
     whole_cache, cache = empty, ops.place(empty)
     sinks = jnp.asarray(r.standard_normal(HEADS * GROUP), jnp.float32)
+    mesh_sinks = placed(ops, sinks, P(ops.heads))
+
+    def laid_out(steps_before, steps):
+      batch, *one = self.laid_out(ops, steps_before, steps, per_device, rings)
+      return placed(ops, batch, ops.batch_specs(batch)), *one
 
     def both(of_mesh, of_one, mesh_arguments, arguments):
       compiled = jax.jit(of_mesh).lower(*mesh_arguments).compile()
       return compiled(*mesh_arguments), jax.jit(of_one)(*arguments), compiled
 
     nothing = tuple((0,) * len(lens) for lens in past)
-    batch, whole, real = self.laid_out(ops, nothing, past, per_device, rings)
+    batch, whole, real = laid_out(nothing, past)
     _, k, v = rows(data * self.ROWS)
+    on_mesh = lambda rows: placed(ops, rows, ops.rows)
     # As many rows on one device, so that one program does all its appends.
     one_append, pad = jax.jit(nv.append), np.zeros(data * self.ROWS, np.int32)
     padded = lambda x, real: x[np.r_[real, pad][: len(pad)]]
     whole_cache = one_append(whole_cache, padded(k, real), padded(v, real), whole)
-    mesh_append = jax.jit(ops.append, donate_argnums=0).lower(cache, k, v, batch).compile()
-    cache = mesh_append(cache, k, v, batch)
+    mesh_append = (
+      jax.jit(ops.append, donate_argnums=0).lower(cache, on_mesh(k), on_mesh(v), batch).compile()
+    )
+    cache = mesh_append(cache, on_mesh(k), on_mesh(v), batch)
 
-    batch, whole, real = self.laid_out(ops, past, step, per_device, rings)
+    batch, whole, real = laid_out(past, step)
     q, k, v = rows(data * self.ROWS)
     how = {"read_path": "auto"}
     got, want, program = both(
-      lambda q, c, b, k, v: ops.prefill(q, c, b, new_kv=(k, v), sinks=sinks, **how),
+      lambda q, c, b, k, v: ops.prefill(q, c, b, new_kv=(k, v), sinks=mesh_sinks, **how),
       lambda q, c, b, k, v: nv.prefill(q, c, b, new_kv=(k, v), sinks=sinks, **how),
-      (q, cache, batch, k, v),
+      (on_mesh(q), cache, batch, on_mesh(k), on_mesh(v)),
       (q[real], whole_cache, whole, k[real], v[real]),
     )
-    yield "prefill", [a[real] for a in got], want, program
-    cache = mesh_append(cache, k, v, batch)
+    yield "prefill", [np.asarray(a)[real] for a in got], want, program
+    cache = mesh_append(cache, on_mesh(k), on_mesh(v), batch)
     whole_cache = one_append(whole_cache, padded(k, real), padded(v, real), whole)
     yield "append", cache, whole_cache, mesh_append
     starts = jnp.arange(len(whole.kv_lens) + 1, dtype=jnp.int32)
     own_starts = jnp.tile(starts[: len(whole.kv_lens) // data + 1], data)
+    own_starts = placed(ops, own_starts, P(ops.sequences))
     got, want, program = both(
-      lambda q, c, b: ops.decode(q, c, b, sinks=sinks, **how),
+      lambda q, c, b: ops.decode(q, c, b, sinks=mesh_sinks, **how),
       lambda q, c, b: nv.decode(q, c, b, sinks=sinks, **how),
-      (q[: len(whole.kv_lens)], cache, dataclasses.replace(batch, cu_q_lens=own_starts)),
+      (on_mesh(q[: len(whole.kv_lens)]), cache, dataclasses.replace(batch, cu_q_lens=own_starts)),
       (q[: len(whole.kv_lens)], whole_cache, dataclasses.replace(whole, cu_q_lens=starts)),
     )
     yield "decode", got, want, program
 
-  def test_all_three_axes(self):
-    shape = {"data": 2, "tensor": 2, "context": 2}
-    mesh = Mesh(np.asarray(jax.devices()).reshape(*shape.values()), tuple(shape))
+  @parameterized.parameters(AxisType.Auto, AxisType.Explicit)
+  def test_all_three_axes(self, axis_type):
+    mesh = mesh_of(axis_type, data=2, tensor=2, context=2)
     ops = nv.MeshOps(mesh, heads="tensor", sequences="data", pages="context")
     past, step = ((41, 3, 0), (0, 70, 16)), ((5, 20, 0), (9, 2, 14))
     for name, got, want, program in self.run_both(ops, past, step, v_format="fp8"):
@@ -282,9 +304,10 @@ class MeshOpsTest(TestCase):
       np.testing.assert_allclose(out, exact, rtol=2.0**-7, atol=1e-5)
       np.testing.assert_allclose(lse, exact_lse, rtol=1e-6, atol=1e-6)
 
-  def test_heads_and_sequences(self):
+  @parameterized.parameters(AxisType.Auto, AxisType.Explicit)
+  def test_heads_and_sequences(self, axis_type):
     """The same bits, and no bytes between devices; rings are divided as sequences are."""
-    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 4), ("tensor", "data"))
+    mesh = mesh_of(axis_type, tensor=2, data=4)
     ops = nv.MeshOps(mesh, heads="tensor", sequences="data")
     past, step = ((41, 3), (0, 0), (0, 70), (16, 1)), ((5, 20), (0, 3), (9, 2), (14, 1))
     rings = {"k_format": "fp8", "recent_window": 20, "num_rings": 12}
@@ -293,9 +316,10 @@ class MeshOpsTest(TestCase):
       for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(bits(a), bits(b))
 
-  def test_one_head_a_device(self):
+  @parameterized.parameters(AxisType.Auto, AxisType.Explicit)
+  def test_one_head_a_device(self, axis_type):
     """The same bits unrounded too: a head's sums know nothing of the heads beside it."""
-    mesh = Mesh(np.asarray(jax.devices()), ("tensor",))
+    mesh = mesh_of(axis_type, tensor=8)
     ops = nv.MeshOps(mesh, heads="tensor")
     past, step = ((41, 3, 0, 70),), ((5, 20, 3, 2),)
     options = {"k_format": "fp8", "v_format": "nvfp4", "recent_window": 20, "num_rings": 4}
@@ -357,14 +381,14 @@ class MeshOpsTest(TestCase):
 class MeshChecksTest(TestCase):
   """Wrong values are named, and end all devices alike: one alone would leave the others waiting."""
 
+  AXIS_TYPE = AxisType.Auto
   TOKENS, PAGES = 29, 16  # of a step on each device of `sequences`, and of the cache
   TABLE, LENS, CU = ((0, 0, 1, 1, 0, 0), (1, 0, 0, 1, 0, 0)), (20, 9), (0, 20, 29)
 
   @classmethod
   def setUpClass(cls):
     super().setUpClass()
-    shape = {"data": 2, "tensor": 2, "context": 2}
-    mesh = Mesh(np.asarray(jax.devices()).reshape(*shape.values()), tuple(shape))
+    mesh = mesh_of(cls.AXIS_TYPE, data=2, tensor=2, context=2)
     cls.ops = ops = nv.MeshOps(mesh, heads="tensor", sequences="data", pages="context")
     cls.cache = ops.place(
       nv.PagedKVCache.create(num_pages=cls.PAGES, page_size=PAGE, num_kv_heads=2, head_dim=DIM)
@@ -375,7 +399,8 @@ class MeshChecksTest(TestCase):
       return ops.append(cache, k, k, batch)
 
     def prefill(cache, q, batch):
-      return ops.prefill(q, cache, batch, new_kv=(q[:, :2], q[:, :2]), read_path="auto")
+      k = jax.lax.slice_in_dim(q, 0, 2, axis=1)
+      return ops.prefill(q, cache, batch, new_kv=(k, k), read_path="auto")
 
     def decode(cache, q, batch):
       return ops.decode(q, cache, batch, read_path="auto")
@@ -389,6 +414,11 @@ class MeshChecksTest(TestCase):
     of = lambda *arrays: nv.RaggedBatch(*(jnp.asarray(a, jnp.int32) for a in arrays))
     cu_of_first = self.CU if len(cu) == 3 and cu[1] != 1 else cu
     return self.ops.lay_out([of(self.TABLE, self.LENS, cu_of_first), of(table, lens, cu)])
+
+  def arguments(self, rows, changes):
+    batch = self.batch(**changes)
+    rows = placed(self.ops, rows, self.ops.rows)
+    return self.cache, rows, placed(self.ops, batch, self.ops.batch_specs(batch))
 
   def calls(self):
     """(operation, rows, changes of the second batch, message, only by debug_checks)."""
@@ -413,7 +443,7 @@ class MeshChecksTest(TestCase):
 
   def test_every_rule(self):
     for operation, rows, changes, message, only_debug in self.calls():
-      arguments = self.cache, rows, self.batch(**changes)
+      arguments = self.arguments(rows, changes)
       jitted = self.operations[operation]
       with self.subTest(f"{operation.__name__} {changes}"):
         if not only_debug:
@@ -425,27 +455,43 @@ class MeshChecksTest(TestCase):
           with self.assertRaisesRegex(jax.errors.JaxRuntimeError, message):
             jax.block_until_ready(jitted(*arguments))
 
+  def test_known_values_of_a_traced_call(self):
+    cache, k, batch = self.arguments(self.k, {"lens": (-3, 9)})
+    with self.assertRaisesRegex(ValueError, "kv_lens must not be negative, got -3"):
+      jax.jit(lambda cache, k: self.ops.append(cache, k, k, batch))(cache, k)
+
   def test_right_values_pass(self):
     for operation, rows, changes in (
       (self.append, self.k, {}),
       (self.prefill, self.q, {}),
       (self.decode, self.q[:4], {"cu": (0, 1, 2)}),
     ):
-      arguments = self.cache, rows, self.batch(**changes)
+      arguments = self.arguments(rows, changes)
       with nv.debug_checks():
         jax.block_until_ready(self.operations[operation](*arguments))
 
   def test_rings(self):
     ops = nv.MeshOps(self.ops.mesh, heads="tensor", sequences="data")
-    cache = nv.PagedKVCache.create(
-      num_pages=8, page_size=PAGE, num_kv_heads=2, head_dim=DIM, recent_window=20, num_rings=4
+    cache = ops.place(
+      nv.PagedKVCache.create(
+        num_pages=8, page_size=PAGE, num_kv_heads=2, head_dim=DIM, recent_window=20, num_rings=4
+      )
     )
     of = lambda ids: nv.RaggedBatch(
       *(jnp.asarray(a, jnp.int32) for a in (((0, 1), (2, 3)), self.LENS, self.CU, ids))
     )
-    batch = ops.lay_out([of((0, 1)), of((1, 1))])
-    with self.assertRaisesRegex(ValueError, r"ring_ids\[1\] must not repeat a ring, got 1"):
-      ops.append(ops.place(cache), self.k, self.k, batch)
+    message = r"ring_ids\[1\] must not repeat a ring, got 1"
+    with self.assertRaisesRegex(ValueError, message):
+      ops.append(cache, self.k, self.k, ops.lay_out([of((0, 1)), of((1, 1))]))
+    append, k = jax.jit(ops.append), placed(ops, self.k, ops.rows)
+    for ids, outcome in (
+      ((1, 1), self.assertRaisesRegex(jax.errors.JaxRuntimeError, message)),
+      ((1, 0), contextlib.nullcontext()),
+    ):
+      batch = ops.lay_out([of((0, 1)), of(ids)])
+      batch = placed(ops, batch, ops.batch_specs(batch))
+      with nv.debug_checks(), outcome:
+        jax.block_until_ready(append(cache, k, k, batch))
 
   def test_arguments(self):
     ops, cache, k, q = self.ops, self.cache, self.k, self.q

@@ -12,16 +12,18 @@ from tests.sharded_devices import DEVICES
 
 class ShardingTest(TestCase):
   @parameterized.parameters(
-    (("ShardedTest", "NamedShardingTest"), 7),
-    (("MeshOpsTest", "ScaleTest"), 9),
-    (("MeshChecksTest",), 4),
+    ("sharded_devices", ("ShardedTest", "NamedShardingTest"), 7),
+    ("sharded_devices", ("MeshOpsTest", "ScaleTest"), 12),
+    ("sharded_devices", ("MeshChecksTest",), 5),
+    ("sharded_axes", ("ExplicitMeshChecksTest",), 7),
+    ("sharded_axes", ("PlacedTest",), 8),
   )
-  def test_on_eight_devices(self, classes, tests):
+  def test_on_eight_devices(self, module, classes, tests):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     environment.pop("TESTBRIDGE_TEST_ONLY", None)
     ran = subprocess.run(
-      [sys.executable, "-m", "tests.sharded_devices", *classes],
+      [sys.executable, "-m", f"tests.{module}", *classes],
       env=environment,
       capture_output=True,
       text=True,
