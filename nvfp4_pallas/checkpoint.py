@@ -18,15 +18,15 @@ import pathlib
 import stat
 import struct
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 
-from nvfp4_pallas.axes import as_on_auto_axes
 from nvfp4_pallas.cache import (
   KV_FORMATS,
   LAYOUT,
@@ -37,6 +37,7 @@ from nvfp4_pallas.cache import (
   RecentWindow,
   check_cache,
 )
+from nvfp4_pallas.explicit import in_auto_mode
 from nvfp4_pallas.format import SCALE_SEARCHES
 from nvfp4_pallas.rotation import ROTATIONS
 
@@ -254,8 +255,13 @@ def _ring_places(recent: RecentWindow, index: np.ndarray) -> dict[str, np.ndarra
 
 
 def _rows(array: jax.Array, places: np.ndarray) -> np.ndarray:
-  rows = as_on_auto_axes(lambda array: array[places], array, new_axes=places.ndim)
-  return np.asarray(rows)
+  take: Callable = lambda array: array[places]
+  sharding = array.sharding
+  if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+    # Found rows are not divided, what is in them as before.
+    spec = PartitionSpec(*(None,) * places.ndim, *sharding.spec[1:])
+    take = auto_axes(take, out_sharding=sharding.update(spec=spec))
+  return np.asarray(take(array))
 
 
 def _with_rows(
@@ -274,7 +280,7 @@ def _with_rows(
 
   def changed(name, array):
     put = lambda array, rows: array.at[places[name]].set(rows)
-    return as_on_auto_axes(put, array, jnp.asarray(host[name]))
+    return in_auto_mode(put, lambda: array, array, jnp.asarray(host[name]))
 
   return {name: changed(name, array) for name, array in arrays.items()}
 

@@ -89,6 +89,54 @@ class PlacedTest(TestCase):
     self.assert_placed(got, ops)
 
   @BOTH
+  def test_pages_and_rings_copied(self, axis_type):
+    """In place, each device its own, on one call and under jit."""
+    ids = lambda *numbers: jnp.asarray(numbers, jnp.int32)
+    for axes, options in (
+      ({"heads": "tensor", "sequences": "data"}, RINGS),
+      ({"heads": "tensor", "sequences": "data", "pages": "context"}, {}),
+    ):
+      ops = nv.MeshOps(mesh_of(axis_type, data=2, tensor=2, context=2), **axes)
+      original = random_cache(**options)
+      runs = [(nv.copy_pages, ids(1, 30, 99), ids(7, 3, 2))]
+      if options:
+        runs += [(nv.copy_rings, ids(0, 9), ids(3, 2)), (nv.open_rings, ids(2, -1), ids(32, 16))]
+      for run, *arguments in runs:
+        want = run(original, *arguments)
+        for how in (run, jax.jit(run)):
+          got = how(ops.place(original), *arguments)
+          self.assert_same(got, want)
+          self.assert_placed(got, ops)
+
+  @BOTH
+  def test_operations_that_are_not_told_of_the_mesh(self, axis_type):
+    """append, prefill and decode of what lies by heads: as on one device, to a step of bfloat16."""
+    ops = nv.MeshOps(mesh_of(axis_type, tensor=8), heads="tensor")
+    r, table = np.random.default_rng(3), jnp.arange(4, dtype=jnp.int32).reshape(2, 2)
+    k, v = jnp.asarray(r.standard_normal((2, 29, 8, DIM)), jnp.bfloat16)
+    q = jnp.asarray(r.standard_normal((29, 16, DIM)), jnp.bfloat16)
+    lens = jnp.asarray([20, 9], jnp.int32)
+    batch = nv.RaggedBatch(table, lens, jnp.asarray([0, 20, 29], jnp.int32))
+    decodes = nv.RaggedBatch.for_decode(table, lens)
+
+    def step(cache, q, k, v):
+      cache = nv.append(cache, k, v, batch)
+      chunk = nv.prefill(q, cache, batch, read_path="auto", new_kv=(k, v))
+      return cache, (chunk, nv.decode(q[:2], cache, decodes, read_path="auto"))
+
+    original = random_cache(**RINGS)
+    arguments = [placed(ops, a, ops.rows) for a in (q, k, v)]
+    want, exact = step(original, q, k, v)
+    for run in (step, jax.jit(step)):
+      got, results = run(ops.place(original), *arguments)
+      self.assert_same(got, want)
+      self.assert_placed(got, ops)
+      for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(exact), strict=True):
+        self.assertEqual(a.sharding.spec[:2], (None, "tensor"))
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=2.0**-7, atol=1e-5)
+
+  @BOTH
   def test_the_original_survives_a_donation(self, axis_type):
     """All of it where an axis divides pages; where none does, all but what is not copied."""
     options = {"recent_window": 20, "num_rings": 8, "k_mean": np.ones((8, DIM), np.float32)}

@@ -16,7 +16,7 @@ class ShardingTest(TestCase):
     ("sharded_devices", ("MeshOpsTest", "ScaleTest"), 12),
     ("sharded_devices", ("MeshChecksTest",), 5),
     ("sharded_axes", ("ExplicitMeshChecksTest",), 7),
-    ("sharded_axes", ("PlacedTest",), 8),
+    ("sharded_axes", ("PlacedTest",), 12),
   )
   def test_on_eight_devices(self, module, classes, tests):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
