@@ -256,7 +256,7 @@ def _ring_places(recent: RecentWindow, index: np.ndarray) -> dict[str, np.ndarra
 
 def _rows(array: jax.Array, places: np.ndarray) -> np.ndarray:
   take: Callable = lambda array: array[places]
-  sharding = array.sharding
+  sharding = getattr(array, "sharding", None)  # numpy's have none
   if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
     # Found rows are not divided, what is in them as before.
     spec = PartitionSpec(*(None,) * places.ndim, *sharding.spec[1:])

@@ -164,7 +164,10 @@ def _convert(source, to):
 
 
 def _dot(a, b, c, *_):
-  return TensorHandle(_values(a) @ _values(b) + c.data, tl.float32)
+  # In float64 sums of products of 8- and 16-bit values are all but exact: in which order a host's
+  # BLAS takes them, which may follow from where an array lies, does not show.
+  wide = _values(a).astype(np.float64) @ _values(b).astype(np.float64)
+  return TensorHandle(wide.astype(np.float32) + c.data, tl.float32)
 
 
 def _dot_scaled(a, a_scale, a_format, b, b_scale, b_format, fast_math, a_pack, b_pack, c):
