@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import io
 import pathlib
 import re
+import tokenize
 from collections.abc import Iterable
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -51,7 +53,7 @@ _NO_NUMBERS = ("auto", "debug", "dispatch", "implementations", "policy")
 
 @functools.cache
 def definition_hash(implementation: str) -> str:
-  """Of the sources that a number of an operation comes from: the definition, and with another
+  """Of the code that a number of an operation comes from: the definition, and with another
   implementation than `xla` its own kernels."""
   package, with_kernels = KERNELS.parent, implementation != "xla"
   paths = [p for p in package.glob("*.py") if p.stem in definition_modules()]
@@ -61,8 +63,29 @@ def definition_hash(implementation: str) -> str:
     paths += [KERNELS / f"{name}.py" for name in {"__init__", *closure(launchers)}]
   digest = hashlib.sha256()
   for path in sorted(paths):
-    digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    digest.update(path.relative_to(package).as_posix().encode() + b"\0" + code_of(path.read_text()))
   return digest.hexdigest()[:12]
+
+
+def code_of(source: str) -> bytes:
+  """What runs of a module: its tokens without comments, docstrings and line breaks inside of
+  statements, which change no number."""
+  said = {
+    (node.lineno, node.col_offset)
+    for node in ast.walk(ast.parse(source))
+    if isinstance(node, ast.Expr)
+    and isinstance(node.value, ast.Constant)
+    and isinstance(node.value.value, str)
+  }
+  kept, line_left = [], False
+  for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    if token.type in (tokenize.COMMENT, tokenize.NL):
+      continue
+    if token.start in said or (line_left and token.type == tokenize.NEWLINE):
+      line_left = token.type != tokenize.NEWLINE
+      continue
+    kept.append(f"{tokenize.tok_name[token.type]} {token.string.strip()}")
+  return "\n".join(kept).encode()
 
 
 def _concerns(name: str, implementation: str) -> bool:

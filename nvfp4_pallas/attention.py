@@ -13,10 +13,10 @@ has out 0 and lse -inf. What a row does not see cannot change it, be it NaN.
 It walks over tiles of keys with a running maximum (online softmax, arXiv:2205.14135), so that
 nothing larger than one tile of queries against one tile of keys is ever made.
 
-A head's bits do not depend on how many others there are, so that devices may share the heads. XLA
-on a CPU takes exponents otherwise where the innermost axis has another length, and multiplies one
-pair of matrices otherwise than several. So heads come first in all arrays from scores to results,
-and one head is computed beside a copy of itself.
+Heads stand side by side, and how XLA on a CPU sums and takes exponents depends on shapes: a head's
+last bits in float32 may depend on how many others there are. To make that rare, heads come first in
+all arrays from scores to results, and one head is computed beside a copy of itself. A loop over
+heads would forbid it, but XLA then moves each head to all devices where it divides them itself.
 """
 
 from __future__ import annotations

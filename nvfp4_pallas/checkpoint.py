@@ -182,6 +182,7 @@ def fetch_pages(cache: PagedKVCache, pages: Sequence[int]) -> dict[str, np.ndarr
   Raises:
     ValueError: a page's number is not the cache's.
   """
+  check_cache(cache)
   index = _index("pages", pages, "num_pages", cache.num_pages)
   return {name: _rows(array, index) for name, array in _paged(cache).items()}
 
@@ -195,6 +196,7 @@ def restore_pages(
     ValueError: a page's number is not the cache's, or stands twice; or the host's arrays are not of
       so many pages of such a cache.
   """
+  check_cache(cache)
   index = _index("pages", pages, "num_pages", cache.num_pages, once=True)
   arrays = _paged(cache)
   changed = _with_rows(arrays, dict.fromkeys(arrays, index), host)
@@ -243,6 +245,7 @@ def restore_rings(
 
 
 def _recent_of(cache: PagedKVCache) -> RecentWindow:
+  check_cache(cache)
   if cache.recent is None:
     raise ValueError("cache must have a recent window, this one was created without")
   return cache.recent

@@ -311,6 +311,11 @@ def vllm_views(
       f"and {layout}, got {buffer.dtype} {list(buffer.shape)}"
     )
   flat = buffer.reshape(len(buffer), ends[-1])
+  if isinstance(buffer, np.ndarray) and buffer.size and not np.shares_memory(buffer, flat):
+    raise ValueError(
+      f"buffer must lie in memory row by row, page by page, got strides {buffer.strides} for "
+      f"{list(buffer.shape)}"
+    )
   k, k_scale, v, v_scale = (
     flat[:, end - math.prod(tokens) * width : end].reshape(len(buffer), *tokens, width)
     for end, width in zip(ends, widths, strict=True)

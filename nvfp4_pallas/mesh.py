@@ -5,11 +5,11 @@
     sequences   sequences and their pages   nothing
     pages       each sequence's pages       out and lse of the rows, merged by lse; never the cache
 
-By heads and sequences, append, the definition (`xla`), and decode with batch_invariant=True give
-the same bits as on one device (attention to rounding where a cache is rotated or lacks a mean, and
-lse by `xla` on a CPU but for its last bit, as XLA's logarithm depends on how many heads there are).
-The Hopper kernels otherwise cut the keys of decode, and of prefill of few queries, by all the work
-that a device has, so that results agree to rounding.
+By heads and sequences, append and decode with batch_invariant=True give the same bits as on one
+device (to rounding where a cache is rotated or lacks a mean). So does the definition (`xla`) by
+sequences; by heads it does for some shapes, for others to a few units in float32's last place, as
+XLA orders sums by shapes. The Hopper kernels otherwise cut the keys of decode, and of prefill of
+few queries, by all the work that a device has, so that results agree to rounding.
 
 Each operation is a shard_map of the one for a single device, so that its kernel runs on every
 device on what lies there: under jit, on arrays placed by NamedSharding, nothing is gathered. (What
@@ -104,6 +104,7 @@ class MeshOps:
     whole already (no axis of several devices divides them, or the cache was placed before) are not
     copied, as that would take twice their memory. Then the original ends with the placed one.
     """
+    check_cache(cache)
     # device_put shares what a device has whole, whatever its may_alias says. Pages have four axes.
     cache = jax.tree.map(lambda a: a if a.ndim == 4 else jnp.copy(a), cache)
     return jax.device_put(cache, self.shardings(cache))
@@ -159,6 +160,7 @@ class MeshOps:
       batch: of `lay_out`.
       options: implementation, as in nv.append.
     """
+    check_cache(cache)
     specs = self.cache_specs(cache)
     check_kv(k, v, cache)
     batch = self._divided(k.shape[0], appends=True).checked(cache, batch)

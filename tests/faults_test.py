@@ -13,6 +13,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 import nvfp4_pallas as nv
+from nvfp4_pallas import checkpoint
 from tests.base import TestCase
 
 HEADS, GROUP, DIM, PAGE = 2, 2, 64, 16
@@ -274,12 +275,17 @@ class CallsTest(FaultsTestCase):
     kept = jax.jit(nv.append, donate_argnums=0)(cache, *kv(3), batch)
     with self.assertRaisesRegex((RuntimeError, ValueError), "deleted|donated"):  # JAX's own
       append(cache, *kv(3), batch)
-    q = queries(SEQS, rows=SEQS)
+    q, pages = queries(SEQS, rows=SEQS), checkpoint.fetch_pages(kept, [0])
+    by_head = nv.MeshOps(jax.sharding.Mesh(jax.devices()[:1], "heads"), heads="heads")
     for use in (
       lambda: nv.append(cache, *kv(3), batch),
       lambda: nv.decode(q, cache, one_more(batch), read_path="nvfp4_dequant"),
       lambda: nv.prefill(q, cache, one_more(batch), read_path="nvfp4_dequant"),
       lambda: nv.copy_pages(cache, jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)),
+      lambda: checkpoint.fetch_pages(cache, [0]),
+      lambda: checkpoint.restore_pages(cache, [0], pages),
+      lambda: by_head.place(cache),
+      lambda: by_head.append(cache, *kv(3), batch),
     ):
       message = (
         r"cache must be the one that the last call returned: .* got a deleted cache\.k\.data"

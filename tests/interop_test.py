@@ -142,6 +142,12 @@ class InteropTest(TestCase):
     for shape in shapes:
       shaped = dataclasses.replace(pages, buffer=pages.buffer.reshape(PAGES, *shape))
       self.check_equal(interop.from_vllm(shaped, **sizes), cache)
+    rows = np.asarray(pages.buffer).reshape(PAGES, 2, *tokens, 72)
+    moved = np.ascontiguousarray(rows.swapaxes(2, 3)).swapaxes(
+      2, 3
+    )  # heads and tokens change places
+    with self.assertRaisesRegex(ValueError, "buffer must lie in memory row by row, .* strides"):
+      interop.vllm_views(dataclasses.replace(pages, buffer=moved), **sizes)
     if layout == "NHD":
       packed = dataclasses.replace(pages, buffer=pages.buffer.reshape(PAGES, 2 * HEADS, PAGE, 72))
       with self.assertRaisesRegex(

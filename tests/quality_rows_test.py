@@ -109,6 +109,18 @@ class RowsTest(TestCase):
     (folder / "format.py").write_text("")
     self.assertEqual(same(second, hashes()), [False, False, False])
 
+  @parameterized.parameters(
+    ("x = 1  # one", True),
+    ('"""Of a module."""\n\nx = 1', True),
+    ("x = (\n  # in between\n  1\n)", False),  # other tokens
+    ("x = 2", False),
+    ('x = 1\n"""At its\nend."""', True),
+    ('x = 1\ny = """At its end."""', False),
+    ('x = "1"', False),
+  )
+  def test_what_is_said_about_code_is_not_in_the_hash(self, source, same):
+    self.assertEqual(sources.code_of(source + "\n") == sources.code_of("x = 1\n"), same)
+
   def test_timings_leave_quality_rows_alone(self):
     folder = pathlib.Path(self.create_tempdir().full_path)
     quality_rows.write([example_row()], folder / measured.QUALITY)

@@ -318,7 +318,7 @@ class MeshOpsTest(TestCase):
 
   @parameterized.parameters(AxisType.Auto, AxisType.Explicit)
   def test_one_head_a_device(self, axis_type):
-    """The same bits unrounded too: a head's sums know nothing of the heads beside it."""
+    """The same bits unrounded too, of this shape; attention.py says that others may differ."""
     mesh = mesh_of(axis_type, tensor=8)
     ops = nv.MeshOps(mesh, heads="tensor")
     past, step = ((41, 3, 0, 70),), ((5, 20, 3, 2),)
