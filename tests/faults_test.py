@@ -273,8 +273,12 @@ class CallsTest(FaultsTestCase):
     batch = ragged([[0]], [3])
     cache = new_cache()
     kept = jax.jit(nv.append, donate_argnums=0)(cache, *kv(3), batch)
-    with self.assertRaisesRegex((RuntimeError, ValueError), "deleted|donated"):  # JAX's own
-      append(cache, *kv(3), batch)
+    for use in (  # JAX's own error
+      lambda: append(cache, *kv(3), batch),
+      lambda: decode(queries(SEQS, rows=SEQS), cache, one_more(batch), read_path="nvfp4_dequant"),
+    ):
+      with self.assertRaisesRegex((RuntimeError, ValueError), "deleted|donated"):
+        use()
     q, pages = queries(SEQS, rows=SEQS), checkpoint.fetch_pages(kept, [0])
     by_head = nv.MeshOps(jax.sharding.Mesh(jax.devices()[:1], "heads"), heads="heads")
     for use in (

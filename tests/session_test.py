@@ -34,6 +34,7 @@ KINDS = (
   Kind("nvfp4", "nvfp4"),
   Kind("fp8", "fp8"),
   Kind("bf16", "bf16"),
+  Kind("fp8", "nvfp4", window=20, search="four_over_six"),
   Kind("fp8", "nvfp4", window=20, search="four_over_six", levers=True),
 )
 SESSIONS, STEPS = 20, 60
